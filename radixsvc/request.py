@@ -1,0 +1,132 @@
+"""A request: its prompt, how to sample, and what has become of it so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from radixsvc.cache import Lease
+    from radixsvc.sampler import SamplerState
+    from radixsvc.stream import TokenStream
+
+Tokens = npt.NDArray[np.int32]
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class State(StrEnum):
+    """Where a request stands.
+
+        waiting -> promoting -> prefilling -> decoding -> finished
+           ^___________________________|__________|         preempted: back to waiting
+
+    Every state may go to finished: cancel, error, deadline.
+    """
+
+    WAITING = "waiting"
+    PROMOTING = "promoting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is picked and when to stop. `temperature` 0 is greedy.
+
+    `top_k` 0 and `top_p` 1.0 switch those filters off. `top_logprobs` None asks for none; a
+    number asks for the chosen token's log-probability and that many of the best beside it.
+    Stop strings are the edge's matter: text is not known here.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of one sampled token, with the most likely tokens at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, logprob), best first
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Where a prompt's keys and values came from. The four sources sum to `prompt_tokens`.
+
+    `recomputed` counts what had to be computed again after a preemption, apart from them.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    device: int
+    host: int
+    disk: int
+    computed: int
+    recomputed: int = 0
+
+    @property
+    def cached(self) -> int:
+        return self.device + self.host + self.disk
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence to be completed. Written by the engine thread alone once submitted.
+
+    `tokens` is the prompt, packed int32. `output` are the sampled tokens; the last of them has
+    no keys and values yet. `num_computed` counts the leading tokens that have theirs.
+    """
+
+    id: str
+    namespace: str
+    tokens: Tokens
+    params: SamplingParams
+    stream: TokenStream
+    eos_token_ids: frozenset[int] = frozenset()
+    deadline: float | None = None  # time.monotonic() seconds
+
+    state: State = State.WAITING
+    lease: Lease | None = None
+    sampler: SamplerState | None = None
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    sources: Usage | None = None
+    num_recomputed: int = 0
+    num_preemptions: int = 0
+    rounds_waited: int = 0
+    arrived: float = 0.0  # time.monotonic() seconds
+    first_scheduled: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.tokens) + len(self.output)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that still need keys and values before the next one can be sampled."""
+        return self.num_tokens - self.num_computed

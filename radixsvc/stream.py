@@ -1,0 +1,114 @@
+"""The bounded channel that carries one request's tokens from the engine thread to its client.
+
+The engine thread calls `put` and `close`, never blocks and never touches the event loop; at the
+end of a step it wakes all streams that got something with one call into the loop. The client
+side iterates. `num_unread` tells the engine when to stop producing for a client that reads
+slowly, `unread_since` when to give up on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+
+from radixsvc.errors import ServiceError
+from radixsvc.request import FinishReason, TokenLogprob, Usage
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Sampled tokens in order; `logprobs` is as long as `tokens`, or empty where not asked for."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a stream that ended well."""
+
+    reason: FinishReason
+    usage: Usage
+
+
+class TokenStream:
+    """One request's channel. `capacity` is in tokens; `full` asks the engine to hold off."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, capacity: int = 512) -> None:
+        self.loop = loop
+        self.capacity = capacity
+        self.unread_since: float | None = None  # monotonic seconds of the oldest unread token
+        self._lock = threading.Lock()
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._end: Finished | ServiceError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def full(self) -> bool:
+        return len(self._tokens) >= self.capacity
+
+    def put(self, token: int, logprob: TokenLogprob | None) -> None:
+        """Engine thread: one more token."""
+        with self._lock:
+            if self.unread_since is None:
+                self.unread_since = time.monotonic()
+            self._tokens.append(token)
+            if logprob is not None:
+                self._logprobs.append(logprob)
+
+    def close(self, end: Finished | ServiceError) -> None:
+        """Engine thread: nothing follows. The first end counts, later ones are ignored."""
+        with self._lock:
+            if self._end is None:
+                self._end = end
+
+    def wake(self) -> None:
+        """Event loop: let the reader look."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk | Finished]:
+        """Chunks until `Finished`; raises the ServiceError that ended the request, if one did."""
+        while True:
+            with self._lock:
+                tokens, self._tokens = self._tokens, []
+                logprobs, self._logprobs = self._logprobs, []
+                self.unread_since = None
+                end = self._end
+                if not tokens and end is None:
+                    self._waiter = self.loop.create_future()
+            if tokens:
+                yield TokenChunk(tokens, logprobs)
+            elif isinstance(end, ServiceError):
+                raise end
+            elif end is not None:
+                yield end
+                return
+            else:
+                assert self._waiter is not None
+                await self._waiter
+
+
+def wake_all(streams: Iterable[TokenStream]) -> None:
+    """Wake the readers of these streams, one call into each event loop they belong to."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[TokenStream]] = {}
+    for stream in streams:
+        by_loop.setdefault(stream.loop, []).append(stream)
+    for loop, group in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake_group, group)
+        except RuntimeError:  # that loop is closed: its readers are gone
+            continue
+
+
+def _wake_group(streams: list[TokenStream]) -> None:
+    for stream in streams:
+        stream.wake()

@@ -1,0 +1,25 @@
+"""Models that many tests share, built or fetched once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_model
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random three-layer Llama. Read only."""
+    return tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    """The folder of SmolLM2-135M-Instruct, fetched and converted once where it isn't cached."""
+    from radixsvc.fetch import fetch
+
+    return fetch(None)

@@ -74,23 +74,27 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Where a prompt's keys and values came from. The four sources sum to `prompt_tokens`.
+class Sources:
+    """Where the keys and values of a prompt's tokens came from; the four sum to its length."""
 
-    `recomputed` counts what had to be computed again after a preemption, apart from them.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
     device: int
     host: int
     disk: int
     computed: int
-    recomputed: int = 0
 
     @property
     def cached(self) -> int:
         return self.device + self.host + self.disk
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took. `recomputed` counts tokens computed again after a preemption."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    sources: Sources
+    recomputed: int = 0
 
 
 @dataclass(eq=False)
@@ -114,17 +118,22 @@ class Request:
     sampler: SamplerState | None = None
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
-    sources: Usage | None = None
+    most_computed: int = 0  # the highest `num_computed` before a preemption
+    sources: Sources | None = None
     num_recomputed: int = 0
     num_preemptions: int = 0
     rounds_waited: int = 0
     arrived: float = 0.0  # time.monotonic() seconds
-    first_scheduled: float | None = None
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.tokens) + len(self.output)
+
+    @property
+    def next_tokens(self) -> Tokens:
+        """Prompt and output in one array; for resuming, where the output is part of the prompt."""
+        return np.concatenate([self.tokens, np.array(self.output, np.int32)])
 
     @property
     def num_uncomputed(self) -> int:

@@ -1,0 +1,466 @@
+"""The engine: one thread that owns device, cache and scheduler.
+
+    submit, cancel, call --inbox--> | take in -> poll copies -> schedule -> run -> sample -> emit |
+                                      one step, again and again, on the engine thread
+
+Everything else reaches the device and the tree through the inbox. A request's own fault ends
+that request; broken ownership of pages ends the engine (`failed`), and nothing is served on it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from radixsvc.attention import RaggedBatch, StepContext
+from radixsvc.cache import PrefixCache
+from radixsvc.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    QueueFull,
+    ServiceError,
+    SlowReader,
+)
+from radixsvc.model import Model
+from radixsvc.request import FinishReason, Request, Sources, State, Usage
+from radixsvc.sampler import Sampled, SamplerState, sample
+from radixsvc.scheduler import ChunkSizer, Scheduled, Scheduler, SchedulerConfig
+from radixsvc.stream import Finished, TokenStream, wake_all
+from tiers.device import DeviceTier
+from tiers.page import InvariantError
+
+T = TypeVar("T")
+log = logging.getLogger("radixsvc.engine")
+
+WARM_UP_NAMESPACE = "\x00warm-up"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`stream_deadline` is how long a client may leave its stream full, `stall_deadline` how long
+    requests may wait for pages that nobody gives back; seconds."""
+
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    stream_deadline: float = 30.0
+    stall_deadline: float = 30.0
+    idle_check_seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. Token counts are of prompts admitted since the start, by their source."""
+
+    waiting: int
+    running: int
+    steps: int
+    prompt_tokens: int
+    sources: Sources
+    recomputed_tokens: int
+    generated_tokens: int
+    preemptions: int
+    finished: dict[str, int]  # requests by reason
+    step_seconds: float  # of the last step
+    seconds_per_token: float  # of prefill, running mean
+    pages: dict[str, int]  # of the device, by state
+
+
+class Engine:
+    """Runs requests on `model`, whose keys and values live in `device` under `cache`."""
+
+    def __init__(
+        self, model: Model, device: DeviceTier, cache: PrefixCache, config: EngineConfig
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.cache = cache
+        self.config = config
+        self.scheduler = Scheduler(cache, config.scheduler)
+        self.sizer = ChunkSizer(config.scheduler)
+        self.ready = False
+        self.failed: BaseException | None = None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        room = device.num_pages * cache.page_size
+        self.max_request_tokens = min(model.info.max_context, room)
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wakeup = threading.Event()
+        self._requests: dict[str, Request] = {}
+        self._touched: dict[TokenStream, None] = {}
+        self._draining = False
+        self._stopping = False
+        self._last_progress = time.monotonic()
+        self._steps = 0
+        self._checked_at = -1
+        self._step_seconds = 0.0
+        self._totals: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    # -- any thread ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises Draining, QueueFull or ContextLengthExceeded at once."""
+        if self._draining:
+            raise Draining("the service is shutting down; send the request to another instance")
+        if self.failed is not None:
+            raise EngineFailed("the engine has failed and the service is ending")
+        limit = self.config.scheduler.max_waiting
+        if len(self._requests) >= limit + self.config.scheduler.max_running:
+            raise QueueFull(f"{limit} requests are waiting already", retry_after=1.0)
+        if len(request.tokens) == 0:
+            raise ContextLengthExceeded("the prompt is empty: at least one token is needed")
+        total = len(request.tokens) + request.params.max_tokens
+        if total > self.max_request_tokens:
+            raise ContextLengthExceeded(
+                f"{len(request.tokens)} prompt tokens and max_tokens {request.params.max_tokens} "
+                f"make {total}; this service holds {self.max_request_tokens}. Shorten the prompt "
+                "or lower max_tokens."
+            )
+        request.arrived = time.monotonic()
+        request.sampler = SamplerState(request.params, request.tokens)
+        self._requests[request.id] = request
+        self._post(lambda: self.scheduler.add(request))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request early; its pages are let go within a step. Unknown ids are ignored."""
+
+        def cancel() -> None:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, FinishReason.CANCELLED)
+
+        self._post(cancel)
+
+    def call(self, fn: Callable[[PrefixCache], T]) -> Future[T]:
+        """Run `fn(cache)` on the engine thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(self.cache))
+            except InvariantError as error:
+                future.set_exception(error)
+                raise
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def drain(self, deadline: float) -> None:
+        """Take nothing new, let what runs finish within `deadline` seconds, then stop. Blocks."""
+        self._draining = True
+        end = time.monotonic() + deadline
+        while self._requests and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.02)
+        self._stopping = True
+        self._wakeup.set()
+        self._thread.join()
+
+    def progress(self) -> tuple[bool, float]:
+        """Whether there is anything to do, and the seconds since the last step ended."""
+        busy = bool(self._requests or self._inbox) or not self.ready
+        return busy, time.monotonic() - self._last_progress
+
+    def stats(self) -> EngineStats:
+        totals = self._totals
+        sources = Sources(*(totals[name] for name in ("device", "host", "disk", "computed")))
+        return EngineStats(
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            steps=self._steps,
+            prompt_tokens=totals["prompt"],
+            sources=sources,
+            recomputed_tokens=totals["recomputed"],
+            generated_tokens=totals["generated"],
+            preemptions=self.scheduler.num_preemptions,
+            finished=dict(self._finished),
+            step_seconds=self._step_seconds,
+            seconds_per_token=self.sizer.seconds_per_token,
+            pages=self.device.count(),
+        )
+
+    # -- the engine thread --------------------------------------------------------------------
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self._wakeup.set()
+
+    def _main(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._warm_up()
+                while not self._stopping:
+                    self._take_in()
+                    if self.scheduler.has_work:
+                        if not self.step():
+                            self._wait(0.001)
+                    else:
+                        self._idle()
+        except BaseException as error:
+            self.failed = error
+            self._draining = True
+            log.critical("engine failed: %s", error, exc_info=not isinstance(error, MemoryError))
+            if isinstance(error, InvariantError):
+                log.critical("the tree at that moment:\n%s", self.cache.format_tree())
+            self.on_failure(error)
+        reason = EngineFailed if self.failed else Draining
+        for request in list(self._requests.values()):
+            request.stream.close(reason("the service ended before this request was finished"))
+            self._touched[request.stream] = None
+        self._wake_streams()
+
+    def step(self) -> bool:
+        """One round: schedule, run, sample, emit. False where nothing could run."""
+        self.cache.poll()
+        self._end_overdue()
+        scheduled = self.scheduler.schedule(self.sizer.chunk())
+        if scheduled:
+            started = time.perf_counter()
+            num_decode = sum(s.request.state is State.DECODING for s in scheduled)
+            num_prefill = sum(s.num_tokens for s in scheduled) - num_decode
+            self._run(scheduled)
+            self.sizer.record(num_prefill, num_decode, started)
+            self._step_seconds = time.perf_counter() - started
+            self._steps += 1
+            self._last_progress = time.monotonic()
+        self._wake_streams()
+        return bool(scheduled)
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _wait(self, seconds: float) -> None:
+        self._wakeup.wait(seconds)
+        self._wakeup.clear()
+
+    def _idle(self) -> None:
+        """Nothing to do: check ownership, move the tree out of the collector's sight, sleep."""
+        self._wake_streams()
+        if self._checked_at != self._steps:
+            self.cache.check()
+            gc.collect()
+            gc.freeze()
+            self._checked_at = self._steps
+        self._last_progress = time.monotonic()
+        if not self._inbox:
+            self._wait(self.config.idle_check_seconds)
+
+    def _warm_up(self) -> None:
+        """One real forward pass, for readiness and for a first estimate of the speed."""
+        num_tokens = min(64, self.max_request_tokens - 1)
+        tokens = (np.arange(num_tokens) % self.model.info.vocab_size).astype(np.int32)
+        for _ in range(2):  # the first pass builds what later ones reuse
+            lease = self.cache.acquire(WARM_UP_NAMESPACE, tokens)
+            lease.extend(num_tokens)
+            started = time.perf_counter()
+            self._forward_parts([(tokens, 0, lease.page_table)])
+            self.sizer.record(num_tokens, 0, started)
+            lease.release()
+        self._last_progress = time.monotonic()
+        self.ready = True
+
+    def _run(self, scheduled: list[Scheduled]) -> None:
+        """Forward pass, commits and sampling for one step's work."""
+        try:
+            logits = self._forward(scheduled)
+        except InvariantError:
+            raise
+        except Exception as error:
+            self._run_apart(scheduled, error)
+            return
+        self._advance(scheduled, logits)
+
+    def _run_apart(self, scheduled: list[Scheduled], error: Exception) -> None:
+        """A step failed: find whose fault it was by running its requests one by one.
+
+        Running again is safe: it writes the same keys and values to the same private pages.
+        Out of memory first asks for smaller chunks.
+        """
+        if is_sticky(error):
+            raise error
+        log.warning("a step of %d requests failed: %s", len(scheduled), type(error).__name__)
+        if is_out_of_memory(error) and self.sizer.shrink():
+            return
+        if len(scheduled) > 1:
+            for one in scheduled:
+                self._run([one])
+            return
+        log.error("request %s failed", scheduled[0].request.id, exc_info=error)
+        self._fail(
+            scheduled[0].request,
+            EngineFailed(
+                "out of memory while computing this request; shorten it or retry later"
+                if is_out_of_memory(error)
+                else f"computing this request failed ({type(error).__name__}); it was ended"
+            ),
+        )
+
+    def _forward(self, scheduled: list[Scheduled]) -> torch.Tensor:
+        parts = []
+        for request, num_tokens in scheduled:
+            assert request.lease is not None
+            start = request.num_computed
+            tokens = request.lease.tokens[start : start + num_tokens]
+            parts.append((tokens, start, request.lease.page_table))
+        return self._forward_parts(parts, [s.samples for s in scheduled])
+
+    def _forward_parts(
+        self, parts: list[tuple[Any, int, Any]], samples: list[bool] | None = None
+    ) -> torch.Tensor:
+        """Logits of the last token of each (tokens, start, page table) part that samples."""
+        q_lens = [len(tokens) for tokens, _, _ in parts]
+        ends = np.cumsum(q_lens)
+        batch = RaggedBatch.build(
+            q_lens,
+            [start + len(tokens) for tokens, start, _ in parts],
+            [table for _, _, table in parts],
+            self.cache.page_size,
+            self.device.device,
+        )
+        rows = ends - 1 if samples is None else (ends - 1)[np.array(samples)]
+        return self.model.forward(
+            np.concatenate([tokens for tokens, _, _ in parts]),
+            np.concatenate([np.arange(s, s + len(t), dtype=np.int32) for t, s, _ in parts]),
+            StepContext(self.device.pool, self.device.shape, batch),
+            rows.astype(np.int64),
+        )
+
+    def _advance(self, scheduled: list[Scheduled], logits: torch.Tensor) -> None:
+        """Publish what was computed, pick next tokens, emit them."""
+        sampling = [s.request for s in scheduled if s.samples]
+        for request, num_tokens in scheduled:
+            assert request.lease is not None
+            request.num_computed += num_tokens
+            if request.state is State.PREFILLING:
+                request.lease.commit(request.num_computed)
+        if sampling:
+            for request, sampled in zip(sampling, self._sample(sampling, logits), strict=True):
+                if sampled is not None:
+                    self._emit(request, sampled)
+
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[Sampled | None]:
+        """Next tokens; a request whose sampling fails is ended and gets None."""
+        states = []
+        for request in requests:
+            assert request.sampler is not None
+            states.append(request.sampler)
+        try:
+            return list(sample(logits, states))
+        except Exception as error:
+            if len(requests) == 1:
+                log.error("sampling for request %s failed", requests[0].id, exc_info=error)
+                self._fail(requests[0], EngineFailed("sampling failed; the request was ended"))
+                return [None]
+        return [self._sample([r], logits[i : i + 1])[0] for i, r in enumerate(requests)]
+
+    def _emit(self, request: Request, sampled: Sampled) -> None:
+        if request.state is State.PREFILLING:
+            request.state = State.DECODING
+            if not request.output:
+                self._count_prompt(request)
+        token = sampled.token
+        request.output.append(token)
+        self._totals["generated"] += 1
+        params = request.params
+        if token in params.stop_token_ids or (
+            token in request.eos_token_ids and not params.ignore_eos
+        ):
+            self._finish(request, FinishReason.STOP)
+            return
+        request.stream.put(token, sampled.logprob)
+        self._touched[request.stream] = None
+        if len(request.output) >= params.max_tokens:
+            self._finish(request, FinishReason.LENGTH)
+            return
+        assert request.lease is not None
+        request.lease.append([token])
+
+    def _count_prompt(self, request: Request) -> None:
+        """Once a request, when its first prefill ends."""
+        sources = request.sources
+        assert sources is not None
+        self._totals["prompt"] += len(request.tokens)
+        for name in ("device", "host", "disk", "computed"):
+            self._totals[name] += getattr(sources, name)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        lease = request.lease
+        if lease is not None and request.num_computed:
+            lease.commit(request.num_computed)
+        prompt = len(request.tokens)
+        usage = Usage(
+            prompt_tokens=prompt,
+            completion_tokens=len(request.output),
+            sources=request.sources or Sources(0, 0, 0, prompt),
+            recomputed=request.num_recomputed,
+        )
+        self._end(request, Finished(reason, usage), reason)
+
+    def _fail(self, request: Request, error: ServiceError) -> None:
+        self._end(request, error, FinishReason.ERROR)
+
+    def _end(self, request: Request, end: Finished | ServiceError, reason: FinishReason) -> None:
+        if self._requests.pop(request.id, None) is None:
+            return
+        self._finished[reason.value] += 1
+        self._totals["recomputed"] += request.num_recomputed
+        self.scheduler.remove(request)
+        request.stream.close(end)
+        self._touched[request.stream] = None
+
+    def _end_overdue(self) -> None:
+        """Deadlines of requests, of their readers, and of waiting for pages that never come."""
+        now = time.monotonic()
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            stream = request.stream
+            unread_since = stream.unread_since
+            if request.deadline is not None and now > request.deadline:
+                self._fail(request, DeadlineExceeded("the request's deadline passed"))
+            elif (
+                stream.full
+                and unread_since is not None
+                and now - unread_since > self.config.stream_deadline
+            ):
+                self._fail(request, SlowReader("the stream was not read in time"))
+        running = self.scheduler.running
+        stalled = now - self._last_progress > self.config.stall_deadline
+        if stalled and running and not any(r.stream.full for r in running):
+            self._last_progress = now
+            self._fail(running[-1], EngineFailed("no pages came free for this request; retry"))
+
+    def _wake_streams(self) -> None:
+        if self._touched:
+            wake_all(self._touched)
+            self._touched.clear()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch, numpy or Python ran out of memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether the device's context is lost, so that nothing on it can be trusted any more."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) and not isinstance(
+        error, torch.OutOfMemoryError
+    )

@@ -1,0 +1,267 @@
+"""Which requests run in the next step, and how many tokens of each.
+
+    waiting --admit--> running: promoting -> prefilling -> decoding --finish-->
+       ^__________________preempt_____________________|
+
+The scheduler decides and never computes. Every decoding request gets one token a step, so
+prefill never starves it; what the step's time leaves goes to prefill, oldest admission first.
+Waiting requests are admitted by longest cached prefix. One that was passed over `aging_rounds`
+times goes first, in order of arrival, and nobody overtakes it for want of pages any more.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from radixsvc.cache import PrefixCache
+from radixsvc.request import Request, Sources, State
+from tiers.page import OutOfPages
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of what runs at once. Times are seconds, sizes tokens."""
+
+    max_running: int = 64
+    max_waiting: int = 1024
+    step_seconds: float = 0.25
+    min_chunk: int = 32
+    max_chunk: int = 8192
+    aging_rounds: int = 64
+    num_considered: int = 64  # waiting requests looked at in a step, oldest first
+    preemptions_a_step: int = 4
+    share_running_prefixes: bool = True
+
+
+class Scheduled(NamedTuple):
+    """`num_tokens` more tokens of `request` run in this step, from `request.num_computed` on."""
+
+    request: Request
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """The step reaches the request's last known token, so its next one is sampled."""
+        return self.num_tokens == self.request.num_uncomputed
+
+
+class Scheduler:
+    """Owns the queue of waiting requests and the list of running ones (in admission order)."""
+
+    def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
+        self.cache = cache
+        self.config = config
+        self.waiting: list[Request] = []  # in order of arrival; preempted ones in front
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._preemptions_left = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self, chunk: int) -> list[Scheduled]:
+        """The next step's work: all that decodes, and at most `chunk` tokens of prefill.
+
+        Pages for it are held when this returns. An empty list means that everything waits for
+        copies, for readers or for pages.
+        """
+        self._preemptions_left = self.config.preemptions_a_step
+        self._poll_promotions()
+        steps: list[Scheduled] = []
+        for request in list(self.running):
+            ready = request.state is State.DECODING and not request.stream.full
+            if ready and self._hold(request, 1):
+                steps.append(Scheduled(request, 1))
+        budget = chunk
+        for request in list(self.running):
+            if request.state is State.PREFILLING and budget > 0:
+                budget -= self._prefill(request, budget, steps)
+        steps = [s for s in steps if s.request.lease is not None]  # not preempted meanwhile
+        if budget > 0 and self.waiting:
+            self._admit(budget, steps)
+        return steps
+
+    def remove(self, request: Request) -> None:
+        """Let go of a request in any state, its pages included. Idempotent."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        if request.lease is not None:
+            request.lease.release()
+            request.lease = None
+        request.state = State.FINISHED
+
+    def preempt(self, request: Request) -> None:
+        """Back to the front of the queue. What it committed stays in the tree for its return."""
+        assert request.lease is not None
+        if request.num_computed:
+            request.lease.commit(request.num_computed)
+        request.lease.release()
+        request.lease = None
+        request.most_computed = max(request.most_computed, request.num_computed)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        request.state = State.WAITING
+        self.num_preemptions += 1
+        self.running.remove(request)
+        self.waiting.insert(0, request)
+
+    def _poll_promotions(self) -> None:
+        for request in self.running:
+            if request.state is State.PROMOTING:
+                self._start_when_loaded(request)
+
+    def _start_when_loaded(self, request: Request) -> None:
+        lease = request.lease
+        assert lease is not None
+        if not lease.poll():
+            return
+        request.state = State.PREFILLING
+        request.num_computed = lease.cached_len
+        if request.sources is None:
+            found = lease.sources
+            request.sources = Sources(
+                found.device, found.host, found.disk, len(request.tokens) - lease.cached_len
+            )
+        request.num_recomputed += max(0, request.most_computed - lease.cached_len)
+
+    def _prefill(self, request: Request, budget: int, steps: list[Scheduled]) -> int:
+        """Schedule a chunk of at most `budget` tokens; returns how many were taken."""
+        num_tokens = request.num_uncomputed
+        if num_tokens > budget:
+            # A chunk ends on a page's end, so that what is committed are whole pages.
+            end = request.num_computed + budget
+            num_tokens = budget - end % self.cache.page_size
+        if num_tokens <= 0 or not self._hold(request, num_tokens):
+            return 0
+        steps.append(Scheduled(request, num_tokens))
+        return num_tokens
+
+    def _hold(self, request: Request, num_tokens: int) -> bool:
+        """Pages for `num_tokens` more, at the expense of younger requests if there is no other way.
+
+        False where the request has to sit this step out, or was itself the youngest and went.
+        """
+        while request.lease is not None:
+            try:
+                request.lease.extend(request.num_computed + num_tokens)
+                return True
+            except OutOfPages:
+                if self._preemptions_left == 0 or self.running[0] is self.running[-1]:
+                    return False
+            self._preemptions_left -= 1
+            self.preempt(self.running[-1])
+        return False
+
+    def _admit(self, budget: int, steps: list[Scheduled]) -> None:
+        """Let waiting requests in, while there are places, budget and pages."""
+        config = self.config
+        for request in self._ranked():
+            if budget <= 0 or len(self.running) >= config.max_running:
+                break
+            aged = request.rounds_waited >= config.aging_rounds
+            request.rounds_waited += 1
+            if config.share_running_prefixes and self._gains_by_waiting(request):
+                continue
+            if not self._start(request):
+                if aged or request.num_preemptions:
+                    break  # it is next: the pages that come free are for it
+                continue
+            if request.state is State.PREFILLING:
+                budget -= self._prefill(request, budget, steps)
+
+    def _ranked(self) -> list[Request]:
+        """Waiting requests in the order of admission: preempted, aged, longest cached prefix."""
+        considered = self.waiting[: self.config.num_considered]
+        if len(considered) == 1:
+            return considered
+
+        def rank(item: tuple[int, Request]) -> tuple[int, int, int]:
+            place, request = item
+            if request.num_preemptions:
+                return (0, place, 0)
+            if request.rounds_waited >= self.config.aging_rounds:
+                return (1, place, 0)
+            return (2, -self.cache.match(request.namespace, request.tokens).length, place)
+
+        return [request for _, request in sorted(enumerate(considered), key=rank)]
+
+    def _gains_by_waiting(self, request: Request) -> bool:
+        """A running request will soon have computed at least a chunk of this one's prompt."""
+        found = self.cache.match(request.namespace, request.tokens).length
+        pending = self.cache.pending(request.namespace, request.tokens)
+        return pending - found >= min(self.config.min_chunk, max(1, len(request.tokens) - 1))
+
+    def _start(self, request: Request) -> bool:
+        """Acquire a lease if the request's prompt fits beside what running ones still need."""
+        tokens = request.next_tokens if request.output else request.tokens
+        lease = self.cache.acquire(request.namespace, tokens)
+        needed = self.cache.num_pages_for(len(tokens) + 1) - len(lease.page_table)
+        if needed > self.cache.available - self._reserved() and self.running:
+            lease.release()
+            return False
+        request.lease = lease
+        request.state = State.PROMOTING
+        self.waiting.remove(request)
+        self.running.append(request)
+        self._start_when_loaded(request)
+        return True
+
+    def _reserved(self) -> int:
+        """Pages that admitted requests have still to take for their prompts, and one a decode."""
+        total = 0
+        for request in self.running:
+            assert request.lease is not None
+            missing = self.cache.num_pages_for(request.num_tokens + 1)
+            total += max(0, missing - len(request.lease.page_table))
+        return total
+
+
+class ChunkSizer:
+    """How many prefill tokens fit a step's time, from how long steps took.
+
+    The rate is a running mean over steps that prefill; decoding in the same step costs what
+    steps of decoding alone cost.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.seconds_per_token = 0.0
+        self.decode_seconds = 0.0
+        self.limit = config.max_chunk
+
+    def chunk(self) -> int:
+        """Prefill tokens for the next step."""
+        if self.seconds_per_token == 0.0:
+            return min(self.limit, 8 * self.config.min_chunk)
+        left = max(0.0, self.config.step_seconds - self.decode_seconds)
+        fits = int(left / self.seconds_per_token)
+        return max(self.config.min_chunk, min(fits, self.limit))
+
+    def record(self, num_prefill: int, num_decode: int, started: float) -> None:
+        """A step that began at `started` (time.perf_counter) ran these many tokens."""
+        seconds = time.perf_counter() - started
+        if num_prefill == 0:
+            self.decode_seconds += 0.2 * (seconds - self.decode_seconds)
+            return
+        if num_decode:
+            seconds = max(seconds - self.decode_seconds, 0.1 * seconds)
+        if num_prefill < self.config.min_chunk:
+            return
+        rate = seconds / num_prefill
+        weight = 0.3 if self.seconds_per_token else 1.0
+        self.seconds_per_token += weight * (rate - self.seconds_per_token)
+
+    def shrink(self) -> bool:
+        """A step ran out of memory: halve the largest chunk. False where it is at the least."""
+        if self.limit <= self.config.min_chunk:
+            return False
+        self.limit = max(self.config.min_chunk, self.limit // 2)
+        return True

@@ -1,0 +1,167 @@
+"""The engine against stock transformers on the same weights, threads and tokens, in one run.
+
+Every figure is a ratio of medians: follow-up turns, prefill and decode against transformers with
+its own cache; batch 8 against batch 1; a cold turn against a cached one. The step overhead is
+what a step takes beside model and attention, measured with a model that answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from radixsvc.bench.harness import complete, greedy, running_engine
+from radixsvc.bench.report import Metric
+from radixsvc.engine import Engine
+from radixsvc.fetch import fetch
+from radixsvc.model import Model, load_model
+from radixsvc.request import Tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=None, help="folder, .gguf file or hub id")
+    parser.add_argument("--dtype", default=None, help="float32 or bfloat16")
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=5)
+
+
+def run(args: argparse.Namespace) -> list[Metric]:
+    folder = fetch(args.model)
+    model = load_model(folder, args.dtype, torch.device("cpu"))
+    stock = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, model.info.dtype), local_files_only=True
+    ).eval()
+    metrics = []
+    with torch.inference_mode(), running_engine(model, 40_000) as engine:
+        metrics += follow_up(engine, stock, args.prompt_tokens, args.rounds)
+        metrics += shared_system_prompt(engine, args.prompt_tokens)
+        metrics += decode(engine, stock, args.rounds)
+    return metrics + step_overhead(model)
+
+
+def random_prompt(seed: int, length: int, model: Model) -> Tokens:
+    rng = np.random.default_rng(seed)
+    return rng.integers(1000, min(40_000, model.info.vocab_size), length).astype(np.int32)
+
+
+def follow_up(engine: Engine, stock: Any, length: int, rounds: int) -> list[Metric]:
+    """A cold turn of `length` tokens, then the reply and 20 new tokens."""
+    cold, warm, stock_cold, stock_warm, cached = [], [], [], [], []
+    for i in range(rounds):
+        prompt = random_prompt(i, length, engine.model)
+        [first] = complete(engine, [prompt], greedy(32))
+        reply = np.array(first.tokens, np.int32)
+        second_prompt = np.concatenate([prompt, reply, random_prompt(10**6 + i, 20, engine.model)])
+        [second] = complete(engine, [second_prompt], greedy(1))
+        cold.append(first.first_token)
+        warm.append(second.first_token)
+        cached.append(second.usage.sources.cached / (length + len(reply) - 1))
+        stock_cold.append(timed(lambda p=prompt: stock_forward(stock, p, DynamicCache())))
+        past = DynamicCache()
+        stock_forward(stock, second_prompt[: second.usage.sources.cached], past)
+        new = second_prompt[second.usage.sources.cached :]
+        stock_warm.append(timed(lambda n=new, p=past: stock_forward(stock, n, p)))
+    m = statistics.median
+    return [
+        Metric("follow-up: cached share of the earlier tokens", m(cached), "", 0.98, True),
+        Metric("follow-up TTFT / stock forward over its cache", m(warm) / m(stock_warm), "x", 1.3),
+        Metric("follow-up TTFT", m(warm) * 1e3, "ms"),
+        Metric("cold TTFT / follow-up TTFT", m(cold) / m(warm), "x", None, True),
+        Metric("prefill rate / stock forward", m(stock_cold) / m(cold), "x", 0.95, True),
+        Metric("prefill rate", length / m(cold), "tokens/s", None, True),
+    ]
+
+
+def shared_system_prompt(engine: Engine, length: int) -> list[Metric]:
+    """Eight requests with one system prompt, sent at once."""
+    system = random_prompt(77, length, engine.model)
+    prompts = [np.concatenate([system, random_prompt(100 + i, 20, engine.model)]) for i in range(8)]
+    outcomes = complete(engine, prompts, greedy(1))
+    computed = sum(o.usage.sources.computed for o in outcomes)
+    return [Metric("8 at once: tokens computed / least", computed / (length + 8 * 20), "x", 1.1)]
+
+
+def decode(engine: Engine, stock: Any, rounds: int) -> list[Metric]:
+    """Tokens a second after the first, alone and eight at once, against `generate`."""
+    new_tokens = 48
+    alone, eight, generate = [], [], []
+    for i in range(rounds):
+        prompts = [random_prompt(200 + 10 * i + j, 64, engine.model) for j in range(8)]
+        [one] = complete(engine, prompts[:1], greedy(new_tokens))
+        alone.append((new_tokens - 1) / (one.total - one.first_token))
+        many = complete(engine, prompts[1:] + prompts[:1], greedy(new_tokens))
+        last_first = max(o.first_token for o in many)
+        eight.append(8 * (new_tokens - 1) / (max(o.total for o in many) - last_first))
+        ids = torch.from_numpy(prompts[0].astype(np.int64))[None]
+        spans = {}
+        for n in (1, new_tokens):
+            spans[n] = timed(
+                lambda n=n, ids=ids: stock.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=n,
+                    min_new_tokens=n,
+                    do_sample=False,
+                )
+            )
+        generate.append((new_tokens - 1) / (spans[new_tokens] - spans[1]))
+    m = statistics.median
+    return [
+        Metric("decode alone / transformers generate", m(alone) / m(generate), "x", 0.9, True),
+        Metric("decode at batch 8 / batch 1", m(eight) / m(alone), "x", 4.0, True),
+        Metric("decode alone", m(alone), "tokens/s", None, True),
+        Metric("decode at batch 8", m(eight), "tokens/s", None, True),
+    ]
+
+
+def step_overhead(model: Model) -> list[Metric]:
+    """A step's time with a model that answers at once: scheduling, batches, streams."""
+    metrics = []
+    for batch, target in ((8, 300.0), (64, 1500.0)):
+        instant = InstantModel(model)
+        with running_engine(instant, 64 * 400) as engine:  # type: ignore[arg-type]
+            prompts = [random_prompt(300 + i, 32, model) for i in range(batch)]
+            complete(engine, prompts, greedy(200))
+            sampling = instant.sampling_seconds(batch)
+            step = statistics.median(instant.spans[-150:-5]) - sampling
+        metrics.append(Metric(f"step overhead at batch {batch}", step * 1e6, "us", target))
+    return metrics
+
+
+class InstantModel:
+    """Constant logits at no cost; notes the time from one decode step to the next."""
+
+    def __init__(self, model: Model) -> None:
+        self.info = model.info
+        self.page_shape = model.page_shape
+        self.spans: list[float] = []
+        self._logits = torch.zeros(64, 32)
+        self._last = time.perf_counter()
+
+    def forward(self, ids: Any, positions: Any, context: Any, rows: Any) -> torch.Tensor:
+        now = time.perf_counter()
+        self.spans.append(now - self._last)
+        self._last = now
+        return self._logits[: len(rows)]
+
+    def sampling_seconds(self, batch: int) -> float:
+        logits = self._logits[:batch]
+        return statistics.median(timed(lambda: logits.argmax(-1).tolist()) for _ in range(50))
+
+
+def stock_forward(stock: Any, tokens: Tokens, past: DynamicCache) -> None:
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    stock(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

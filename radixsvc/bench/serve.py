@@ -1,0 +1,354 @@
+"""A load generator for any server that speaks OpenAI's HTTP API with streaming.
+
+Closed loop: `--concurrency` sessions at once, the next starts when one ends. Poisson: sessions
+start at `--rate` a second, whatever the server does. A trace's sessions start at its own times.
+Times are the client's: from just before the request is written to the arrival of a chunk with
+content. Cached tokens are what the server reports in `usage`; beside them stands the most that
+could have been reused: the share of each prompt's characters that an earlier prompt of the run,
+or its reply, begins with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from radixsvc.bench.report import Metric
+from radixsvc.bench.workloads import (
+    Call,
+    Reply,
+    Session,
+    add_workload_arguments,
+    build_workload,
+)
+
+TIERS = ("device", "host", "disk")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="the server's address, without /v1")
+    add("--model", help="model name to ask for; the server's first one by default")
+    add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    add("--arrival", choices=("closed", "poisson", "trace"), help="how sessions start")
+    add("--concurrency", type=int, default=8, help="closed loop: sessions at once")
+    add("--rate", type=float, help="Poisson: sessions a second")
+    add("--timeout", type=float, default=600.0, help="seconds a request may take")
+    add("--respect-eos", action="store_true", help="do not send ignore_eos")
+    add("--body", default="{}", metavar="JSON", help="further fields for every request's body")
+    add_workload_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> list[Metric]:
+    return asyncio.run(drive(args))
+
+
+@dataclass
+class Measured:
+    """What one call took; times in seconds, `sent` from the run's start on."""
+
+    key: str
+    turn: int
+    sent: float
+    reusable: float  # share of the prompt's characters seen before in this run
+    first: float | None = None  # time to first token
+    gaps: list[float] = field(default_factory=list)  # between chunks with content
+    total: float = 0.0
+    num_chunks: int = 0
+    usage: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int((self.usage or {}).get("prompt_tokens") or 0)
+
+    @property
+    def output_tokens(self) -> int:
+        """As the server counts, or else one a chunk."""
+        return int((self.usage or {}).get("completion_tokens") or self.num_chunks)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """None where the server does not tell."""
+        details = (self.usage or {}).get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens")
+        return None if cached is None else int(cached)
+
+    @property
+    def tiers(self) -> dict[str, int] | None:
+        tiers = (self.usage or {}).get("radixsvc")
+        return tiers if isinstance(tiers, dict) else None
+
+
+class Seen:
+    """All prompts and replies of a run, to tell how much of a new prompt came before."""
+
+    def __init__(self) -> None:
+        self._sorted: list[str] = []
+
+    def share(self, prompt: str) -> float:
+        at = bisect.bisect_left(self._sorted, prompt)
+        neighbours = self._sorted[max(0, at - 1) : at + 1]
+        return max((common_len(prompt, other) for other in neighbours), default=0) / len(prompt)
+
+    def add(self, prompt: str) -> None:
+        bisect.insort(self._sorted, prompt)
+
+
+def common_len(a: str, b: str) -> int:
+    """Length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def rendered(call: Call) -> str:
+    """A prompt as one string in which a shared prefix is a shared prefix."""
+    if call.tokens is not None:
+        return "".join(map(chr, call.tokens.tolist()))
+    tools = sorted(json.dumps(tool, sort_keys=True) for tool in call.tools)
+    return "".join(tools) + "".join(map(rendered_message, call.messages))
+
+
+def rendered_message(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    tail = json.dumps(calls) if calls else ""
+    return f"\x01{message['role']}\x02{message['content']}{tail}"
+
+
+async def drive(args: argparse.Namespace) -> list[Metric]:
+    """Run the workload against the server and sum up. Raises ValueError on bad arguments."""
+    extra = json.loads(args.body)
+    if not args.respect_eos:
+        extra = {"ignore_eos": True, **extra}
+    headers = {}
+    if args.api_key_env:
+        headers["Authorization"] = f"Bearer {os.environ[args.api_key_env]}"
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=args.timeout),
+    ) as http:
+        model = args.model or await first_model(http, args.url)
+        client = LoadClient(http, args.url.rstrip("/"), model, extra)
+        sessions = build_workload(args)
+        await start_all(sessions, client.send, args)
+        wall = time.perf_counter() - client.started
+    return summarise(args.workload, client.measured, wall)
+
+
+async def first_model(http: aiohttp.ClientSession, url: str) -> str:
+    async with http.get(f"{url.rstrip('/')}/v1/models") as response:
+        response.raise_for_status()
+        return str((await response.json())["data"][0]["id"])
+
+
+async def start_all(
+    sessions: list[Session],
+    send: Callable[[Call], Awaitable[list[Reply]]],
+    args: argparse.Namespace,
+) -> None:
+    """Run all sessions, each at the time its arrival process says."""
+    default = "trace" if args.workload == "trace" else "poisson" if args.rate else "closed"
+    arrival = args.arrival or default
+    if arrival == "poisson" and not args.rate:
+        raise ValueError("Poisson arrivals need --rate")
+    slots = asyncio.Semaphore(args.concurrency if arrival == "closed" else len(sessions) or 1)
+    rng = random.Random(f"{args.seed} arrivals")
+    clock = 0.0
+
+    async def one(session: Session, delay: float) -> None:
+        await asyncio.sleep(delay)
+        async with slots:
+            await session.run(send)
+
+    async with asyncio.TaskGroup() as group:
+        for session in sessions:
+            if arrival == "poisson":
+                clock += rng.expovariate(args.rate)
+            elif arrival == "trace":
+                clock = session.start or 0.0
+            group.create_task(one(session, clock))
+
+
+class LoadClient:
+    """Sends calls, streams their answers and keeps what each took."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, model: str, extra: dict[str, Any]
+    ) -> None:
+        self.http = http
+        self.url = url
+        self.model = model
+        self.extra = extra
+        self.measured: list[Measured] = []
+        self.seen = Seen()
+        self.started = time.perf_counter()
+
+    async def send(self, call: Call) -> list[Reply]:
+        """Replies of a call, none where it failed."""
+        prompt = rendered(call)
+        sent = time.perf_counter()
+        record = Measured(call.key, call.turn, sent - self.started, self.seen.share(prompt))
+        self.seen.add(prompt)
+        self.measured.append(record)
+        answers = [Answer() for _ in range(call.n)]
+        try:
+            await self._stream(call, record, answers)
+        except (aiohttp.ClientError, TimeoutError, ServerSaidNo, ValueError) as error:
+            record.error = f"{type(error).__name__}: {error}"[:300]
+            return []
+        replies = [answer.reply() for answer in answers]
+        for reply in replies:
+            self.seen.add(prompt + rendered_message(reply.message))
+        return replies
+
+    async def _stream(self, call: Call, record: Measured, answers: list[Answer]) -> None:
+        path, body = self._request(call)
+        started = last = time.perf_counter()
+        async with self.http.post(f"{self.url}{path}", json=body) as response:
+            if response.status != 200:
+                raise ServerSaidNo(f"HTTP {response.status} {(await response.text())[:200]}")
+            async for event in events(response.content):
+                if event.get("error"):
+                    raise ServerSaidNo(json.dumps(event["error"]))
+                record.usage = event.get("usage") or record.usage
+                content = [answers[c.get("index", 0)].take(c) for c in event.get("choices") or ()]
+                if any(content):
+                    now = time.perf_counter()
+                    if record.first is None:
+                        record.first = now - started
+                    else:
+                        record.gaps.append(now - last)
+                    last = now
+                    record.num_chunks += 1
+        record.total = time.perf_counter() - started
+
+    def _request(self, call: Call) -> tuple[str, dict[str, Any]]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": call.max_tokens,
+            "temperature": call.temperature,
+            "seed": call.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra,
+        }
+        if call.n > 1:
+            body["n"] = call.n
+        if call.tokens is not None:
+            return "/v1/completions", {**body, "prompt": call.tokens.tolist()}
+        if call.tools:
+            body["tools"] = call.tools
+        return "/v1/chat/completions", {**body, "messages": call.messages}
+
+
+class ServerSaidNo(Exception):
+    """An HTTP status other than 200, or an error in the stream."""
+
+
+class Answer:
+    """One choice of a streamed answer, put together from its deltas."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.calls: dict[int, dict[str, Any]] = {}
+
+    def take(self, choice: dict[str, Any]) -> bool:
+        """Add a chunk's choice; True where it carries content of any kind."""
+        delta = choice.get("delta") or {}
+        content = choice.get("text") or delta.get("content") or ""
+        self.parts.append(content)
+        for call in delta.get("tool_calls") or ():
+            whole = self.calls.setdefault(
+                call.get("index", 0),
+                {"id": "", "type": "function", "function": {"name": "", "arguments": ""}},
+            )
+            whole["id"] = call.get("id") or whole["id"]
+            for name in ("name", "arguments"):
+                whole["function"][name] += (call.get("function") or {}).get(name) or ""
+        return bool(content or delta.get("tool_calls") or delta.get("reasoning_content"))
+
+    def reply(self) -> Reply:
+        return Reply("".join(self.parts), [self.calls[i] for i in sorted(self.calls)])
+
+
+async def events(lines: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, to its end or `[DONE]`."""
+    async for line in lines:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        event = json.loads(data)
+        if isinstance(event, dict):
+            yield event
+
+
+def summarise(name: str, measured: list[Measured], wall: float) -> list[Metric]:
+    """The run's figures; errors go to standard error as well."""
+    done = [m for m in measured if m.error is None]
+    for error, count in Counter(m.error for m in measured if m.error).most_common(5):
+        print(f"{count} failed: {error}", file=sys.stderr)
+    first = [m for m in done if m.turn == 0]
+    later = [m for m in done if m.turn > 0]
+    metrics = [
+        Metric("requests", len(measured), ""),
+        Metric("failed requests", len(measured) - len(done), "", 0),
+        Metric("wall time", wall, "s"),
+        Metric("requests", len(done) / wall, "1/s", None, True),
+        Metric("prompt tokens", sum(m.prompt_tokens for m in done) / wall, "tokens/s", None, True),
+        Metric("output tokens", sum(m.output_tokens for m in done) / wall, "tokens/s", None, True),
+        *quantiles("TTFT, first turns", (m.first for m in first)),
+        *quantiles("TTFT, later turns", (m.first for m in later)),
+        *quantiles("inter-token latency", (gap for m in done for gap in m.gaps)),
+        *quantiles("request latency", (m.total for m in done)),
+        *reuse("", done),
+        *reuse(", later turns", later),
+    ]
+    return [replace(metric, name=f"{name}: {metric.name}") for metric in metrics]
+
+
+def quantiles(name: str, seconds: Iterable[float | None]) -> list[Metric]:
+    values = [s * 1000 for s in seconds if s is not None]
+    if not values:
+        return []
+    p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
+    return [Metric(f"{name} {q}", v, "ms") for q, v in (("p50", p50), ("p95", p95), ("p99", p99))]
+
+
+def reuse(name: str, done: list[Measured]) -> list[Metric]:
+    """Shares of prompt tokens, where the server reports them."""
+    total = sum(m.prompt_tokens for m in done)
+    if not total:
+        return []
+    metrics = []
+    cached = [m.cached_tokens for m in done]
+    if any(c is not None for c in cached):
+        share = 100 * sum(c or 0 for c in cached) / total
+        metrics.append(Metric(f"prompt tokens cached{name}", share, "%", None, True))
+    for tier in TIERS if any(m.tiers for m in done) else ():
+        share = 100 * sum((m.tiers or {}).get(tier, 0) for m in done) / total
+        metrics.append(Metric(f"  of these on {tier}{name}", share, "%", None, True))
+    most = 100 * sum(m.reusable * m.prompt_tokens for m in done) / total
+    metrics.append(Metric(f"prompt tokens seen before{name}", most, "%", None, True))
+    return metrics

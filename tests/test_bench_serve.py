@@ -1,0 +1,241 @@
+"""The load generator against a scripted server, and the workloads it sends."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from radixsvc.bench import serve, workloads
+from radixsvc.bench.report import Metric, table
+from radixsvc.bench.workloads import Call, Reply, Session
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return parser.parse_args(["--model", "m", *given])
+
+
+@asynccontextmanager
+async def server(answer: Callable[[dict[str, Any]], list[Any] | int]) -> AsyncIterator[str]:
+    """A server that streams `answer(body)` as SSE events; an int in place of a list is a status."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        events = answer(await request.json())
+        if isinstance(events, int):
+            return web.Response(status=events)
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        return web.Response(text=body, content_type="text/event-stream")
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handle)
+    app.router.add_post("/v1/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def say(*words: str, prompt: int = 10, cached: int = 4, **usage: Any) -> list[Any]:
+    chunks: list[Any] = [{"choices": [{"index": 0, "delta": {"role": "assistant"}}]}]
+    chunks += [{"choices": [{"index": 0, "delta": {"content": w}}]} for w in words]
+    details = {"cached_tokens": cached}
+    counts = {"prompt_tokens": prompt, "completion_tokens": len(words)}
+    chunks.append({"choices": [], "usage": {**counts, "prompt_tokens_details": details, **usage}})
+    return chunks
+
+
+def value(metrics: list[Metric], name: str) -> float:
+    return next(m.value for m in metrics if m.name == name)
+
+
+async def collect(sessions: list[Session], reply: str = "fine") -> list[Call]:
+    """The calls of sessions run one after another, each answered with the same words."""
+    calls: list[Call] = []
+
+    async def send(call: Call) -> list[Reply]:
+        calls.append(call)
+        return [Reply(reply)] * call.n
+
+    for session in sessions:
+        await session.run(send)
+    return calls
+
+
+async def test_a_chat_is_measured_turn_by_turn() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> list[Any]:
+        bodies.append(body)
+        cached = 0 if len(body["messages"]) == 2 else 8
+        tiers = {"device": cached // 2, "host": cached // 2, "disk": 0, "computed": 10 - cached}
+        return say("a", "b", "c", cached=cached, radixsvc=tiers)
+
+    async with server(answer) as url:
+        metrics = await serve.drive(arguments("--url", url, "--sessions", "2", "--turns", "3"))
+    assert len(bodies) == 6
+    assert all(b["stream"] and b["stream_options"]["include_usage"] for b in bodies)
+    assert value(metrics, "chat: prompt tokens cached") == pytest.approx(100 * 32 / 60)
+    assert value(metrics, "chat: prompt tokens cached, later turns") == pytest.approx(80)
+    assert value(metrics, "chat:   of these on host, later turns") == pytest.approx(40)
+    assert value(metrics, "chat: failed requests") == 0
+    seen = value(metrics, "chat: prompt tokens seen before, later turns")
+    assert 80 < seen < 100
+
+
+async def test_failures_are_counted_and_end_their_session(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with server(lambda body: 429) as url:
+        metrics = await serve.drive(arguments("--url", url, "--sessions", "3", "--turns", "5"))
+    assert value(metrics, "chat: failed requests") == 3
+    assert "HTTP 429" in capsys.readouterr().err
+
+
+async def test_an_error_in_the_stream_is_a_failure() -> None:
+    async with server(lambda body: [*say("a"), {"error": {"message": "broke"}}]) as url:
+        metrics = await serve.drive(arguments("--url", url, "--sessions", "1"))
+    assert value(metrics, "chat: failed requests") == 1
+
+
+async def test_servers_that_report_no_usage_can_be_measured() -> None:
+    async with server(lambda body: say("a", "b")[:-1]) as url:
+        metrics = await serve.drive(arguments("--url", url, "--sessions", "2", "--turns", "1"))
+    assert value(metrics, "chat: output tokens") > 0
+    assert not any("cached" in m.name for m in metrics)
+
+
+async def test_tool_calls_are_put_together_and_answered() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> list[Any]:
+        bodies.append(body)
+        name = {"index": 0, "id": "call-1", "function": {"name": "look", "arguments": ""}}
+        parts = [{"index": 0, "function": {"arguments": a}} for a in ('{"a": ', "1}")]
+        return [{"choices": [{"index": 0, "delta": {"tool_calls": [c]}}]} for c in (name, *parts)]
+
+    async with server(answer) as url:
+        await serve.drive(
+            arguments("--url", url, "--workload", "agent", "--sessions", "1", "--turns", "2")
+        )
+    assistant, result = bodies[1]["messages"][-2:]
+    assert assistant["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a": 1}'}
+    assert (result["role"], result["tool_call_id"]) == ("tool", "call-1")
+    assert bodies[0]["tools"] == bodies[1]["tools"]
+
+
+async def test_a_closed_loop_keeps_its_number_of_sessions() -> None:
+    running = most = 0
+
+    async def session(send: Any) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    args = arguments("--concurrency", "3")
+    await serve.start_all([Session(session)] * 10, lambda call: asyncio.sleep(0, []), args)
+    assert most == 3
+
+
+async def test_poisson_arrivals_follow_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+
+    async def no_sleep(delay: float) -> None:
+        delays.append(delay)
+
+    async def session(send: Any) -> None:
+        pass
+
+    monkeypatch.setattr(serve.asyncio, "sleep", no_sleep)
+    args = arguments("--rate", "50", "--seed", "3")
+    for _ in range(2):
+        await serve.start_all([Session(session)] * 200, lambda call: asyncio.sleep(0), args)
+    assert delays[:200] == delays[200:] == sorted(delays[:200])
+    assert delays[199] == pytest.approx(200 / 50, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("chat", 12), ("agent", 12), ("tree", 3 * 13), ("samples", 24), ("few-shot", 3),
+     ("shared", 32), ("documents", 3)],
+)  # fmt: skip
+async def test_workloads_are_the_same_every_time(name: str, calls: int) -> None:
+    args = arguments("--workload", name, "--sessions", "3")
+    once, again = [await collect(workloads.build_workload(args)) for _ in range(2)]
+    assert once == again
+    assert len(once) == calls
+    args.seed = 1
+    assert await collect(workloads.build_workload(args)) != once
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("chat", 0.6, 0.9), ("agent", 0.8, 1.0), ("tree", 0.8, 1.0), ("samples", 0.8, 0.9),
+     ("few-shot", 0.8, 1.0), ("shared", 0.7, 0.9), ("documents", 0.0, 0.01)],
+)  # fmt: skip
+async def test_workloads_share_what_they_claim(name: str, least: float, most: float) -> None:
+    calls = await collect(workloads.build_workload(arguments("--workload", name)))
+    seen = serve.Seen()
+    shares = []
+    for call in calls:
+        prompt = serve.rendered(call)
+        shares.append((len(prompt), len(prompt) * seen.share(prompt)))
+        seen.add(prompt)
+    total, shared = (sum(column) for column in zip(*shares, strict=True))
+    assert least <= shared / total <= most
+
+
+def write_trace(path: Path, *requests: tuple[int, list[int]]) -> Path:
+    lines = [
+        {"timestamp": 1000 * i, "input_length": n, "output_length": 5, "hash_ids": ids}
+        for i, (n, ids) in enumerate(requests)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("form", ["text", "tokens"])
+async def test_a_trace_is_replayed_with_its_shared_blocks(tmp_path: Path, form: str) -> None:
+    path = write_trace(tmp_path / "t.jsonl", (600, [0, 1]), (1100, [0, 2, 3]))
+    args = arguments("--workload", "trace", "--trace", str(path), "--prompt-as", form)
+    args.speed, args.scale = 10.0, 0.5
+    sessions = workloads.build_workload(args)
+    assert [s.start for s in sessions] == [0.0, 0.1]
+    first, second = await collect(sessions)
+    if form == "tokens":
+        assert first.tokens is not None
+        assert second.tokens is not None
+        assert (len(first.tokens), len(second.tokens)) == (300, 550)
+        assert (first.tokens[:256] == second.tokens[:256]).all()
+        assert first.tokens[256] != second.tokens[256]
+    else:
+        one, two = (call.messages[0]["content"].split() for call in (first, second))
+        assert (len(one), len(two)) == (300, 550)
+        assert one[:256] == two[:256]
+
+
+def test_a_bad_trace_names_its_line(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.jsonl", (600, [0, 1]), (600, [0]))
+    with pytest.raises(ValueError, match="line 2"):
+        workloads.read_trace(path)
+
+
+def test_targets_are_judged_in_the_table() -> None:
+    metrics = [Metric("fast", 3.0, "ms", 4.0), Metric("rate", 3.0, "1/s", 4.0, True)]
+    lines = table(metrics).splitlines()
+    assert lines[1].split() == ["fast", "3", "ms", "<=", "4", "met"]
+    assert lines[2].split() == ["rate", "3", "1/s", ">=", "4", "MISSED"]

@@ -1,0 +1,146 @@
+"""Looking at a tree: the statement of what always holds, and a printer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixsvc.node import ABSENT, PAGE_ID_BYTES, PAGES, PINNED_CLASS, Node, resident
+from radixsvc.tree import RadixTree
+from tiers.page import InvariantError, PageIds
+
+
+def check_tree(tree: RadixTree) -> list[PageIds]:
+    """Raise InvariantError unless the tree is sound; returns the page ids it holds, by tier."""
+    held: list[list[bytes]] = [[] for _ in range(tree.num_tiers)]
+    residents: dict[tuple[int, int], int] = {}
+    evictable: dict[tuple[int, int, int], int] = {}
+    num_nodes = num_ghost_pages = 0
+    for node in tree.nodes():
+        num_nodes += 1
+        _check_node(tree, node)
+        if node in tree.ghosts:
+            num_ghost_pages += tree.num_pages(node)
+        for level in range(tree.num_tiers):
+            pages: bytes = getattr(node, PAGES[level])
+            held[level].append(pages)
+            key = (id(node.account), level)
+            residents[key] = residents.get(key, 0) + resident(pages)
+            if node.refs == 0:
+                group = (*key, PINNED_CLASS if node.pins else node.priority)
+                evictable[group] = evictable.get(group, 0) + resident(pages)
+    _require(num_nodes == tree.num_nodes, f"{num_nodes} nodes, {tree.num_nodes} counted")
+    _require(num_ghost_pages == tree.num_ghost_pages, "pages of ghosts are miscounted")
+    detached = [root.account for root in tree.detached]
+    for account in [*tree.accounts.values(), *detached]:
+        for level in range(tree.num_tiers):
+            key = (id(account), level)
+            _require(residents.get(key, 0) == account.resident[level], "resident is miscounted")
+            for priority, count in enumerate(account.evictable[level]):
+                _require(evictable.get((*key, priority), 0) == count, "evictable is miscounted")
+                _check_victims(list(account.victims(level, priority)), level)
+    out = []
+    for level in range(tree.num_tiers):
+        ids = np.frombuffer(b"".join(held[level]), np.int32)
+        ids = ids[ids >= 0]
+        _require(len(np.unique(ids)) == len(ids), f"a page is in two places of {PAGES[level]}")
+        out.append(ids)
+    return out
+
+
+def _check_node(tree: RadixTree, node: Node) -> None:
+    parent = node.parent
+    assert parent is not None
+    whole = len(node.tokens) % tree.page_bytes == 0
+    _require(len(node.tokens) > 0, "a run is empty")
+    _require(whole or (node.children is None and node.refs == 0), "a held node ends in a stub")
+    _require(node.refs <= parent.refs, "a parent has fewer references than its child")
+    _require(node.pins <= parent.pins or parent.parent is None, "a parent has fewer pins")
+    _require(node.account is parent.account or parent.parent is None, "accounts differ on a path")
+    num_pages = tree.num_pages(node)
+    for level in range(tree.num_tiers):
+        pages: bytes = getattr(node, PAGES[level])
+        _require(len(pages) <= num_pages * PAGE_ID_BYTES, "more pages than tokens")
+        linked = node.after(level) is not None
+        _require(linked == (node.refs == 0 and resident(pages) > 0), "on a wrong list of victims")
+    _require(ABSENT not in _split_ids(node.device), "a gap in the device's pages")
+    if parent.parent is not None:
+        if node.device:
+            full = tree.num_pages(parent) * PAGE_ID_BYTES
+            _require(len(parent.device) == full, "device pages behind a gap")
+        if tree.num_known(node):
+            _require(tree.num_known(parent) == tree.num_pages(parent), "pages behind a gap")
+        if node.refs == 0 and parent.refs == 0:
+            _require(parent.last_use >= node.last_use, "a parent was used before its child")
+            _require(parent.priority >= node.priority, "a parent has less priority")
+    known = any(resident(getattr(node, PAGES[level])) for level in range(tree.num_tiers))
+    for level in range(1, tree.num_tiers):
+        for i, page in enumerate(_split_ids(getattr(node, PAGES[level]))):
+            _require(page == ABSENT or i < tree.num_known(node), "a page behind a gap")
+    _require(known or node.refs > 0 or node in tree.ghosts, "a node without pages is no ghost")
+    _require(not known or node not in tree.ghosts, "a ghost has pages")
+    if node.children is not None:
+        _check_children(tree, node)
+
+
+def _check_children(tree: RadixTree, node: Node) -> None:
+    assert node.children is not None
+    runs = [child.tokens for child in node.children]
+    _require(runs == sorted(runs) and len(runs) > 0, "children are out of order")
+    for child, run, after in zip(node.children, runs, [*runs[1:], b""], strict=True):
+        _require(child.parent is node, "a child has another parent")
+        first = run[: tree.page_bytes]
+        _require(not after.startswith(first), "siblings begin alike")
+
+
+def _check_victims(nodes: list[Node], level: int) -> None:
+    place = {node: i for i, node in enumerate(nodes)}
+    for node, i in place.items():
+        parent = node.parent
+        _require(parent is not None, "a victim is not in the tree")
+        assert parent is not None
+        _require(place.get(parent, i + 1) > i, f"a parent goes before its child ({PAGES[level]})")
+
+
+def _split_ids(pages: bytes) -> list[bytes]:
+    return [pages[i : i + PAGE_ID_BYTES] for i in range(0, len(pages), PAGE_ID_BYTES)]
+
+
+def _require(claim: bool, otherwise: str) -> None:
+    if not claim:
+        raise InvariantError(otherwise)
+
+
+def format_tree(tree: RadixTree, max_nodes: int = 200) -> str:
+    """The tree as text: tokens, pages by tier, references, last use; no token ids.
+
+    "6:team a" 34 tokens
+      16 tokens  device 1  refs 1  used 5
+        18 tokens  device 2  host 1  used 4
+    """
+    lines: list[str] = []
+    named = [*((repr(name), root) for name, root in tree.roots.items())]
+    named += [("(flushed)", root) for root in tree.detached]
+    for name, root in named:
+        lines.append(name)
+        stack = [(child, 1) for child in root.children or ()]
+        while stack and len(lines) < max_nodes:
+            node, depth = stack.pop()
+            lines.append("  " * depth + _describe(tree, node))
+            stack += [(child, depth + 1) for child in node.children or ()]
+    if tree.num_nodes > max_nodes:
+        lines.append(f"... of {tree.num_nodes} nodes")
+    return "\n".join(lines)
+
+
+def _describe(tree: RadixTree, node: Node) -> str:
+    parts = [f"{len(node.tokens) // 4} tokens"]
+    for level in range(tree.num_tiers):
+        pages = resident(getattr(node, PAGES[level]))
+        if pages:
+            parts.append(f"{PAGES[level]} {pages}")
+    if node in tree.ghosts:
+        parts.append(f"ghost, last on {tree.ghosts[node].level.name.lower()}")
+    for name in ("refs", "pins"):
+        if getattr(node, name):
+            parts.append(f"{name} {getattr(node, name)}")
+    return "  ".join([*parts, f"used {node.last_use}"])

@@ -1,0 +1,645 @@
+"""The radix tree: which tokens have keys and values, and in which pages. Metadata only.
+
+Below each namespace hangs a tree of nodes (`node.py`). Inner nodes are whole pages long; a leaf
+may end in a partly filled page, its stub. With pages of 4 tokens:
+
+    "team a" --- [the cat sat on|the mat . It] -+- [was red and blue]
+                                                +- [was old]               a stub
+    "team b" --- [the cat sat on|a hat]
+
+What always holds (`check` states it):
+
+    1. A node's run begins with a whole page that no sibling begins with, or is a stub that no
+       sibling begins with; so a child is found by the next page of a prompt alone.
+    2. Pages on the device are a prefix of every path, and so is the union of all tiers.
+    3. Referenced nodes are whole pages long. A node has at least its children's references,
+       last use, priority and pins.
+    4. On a list of victims a child stands before its parent, so its head is always a leaf of
+       what lies on that tier.
+
+A split is metadata; no page is copied or changed, and the object that was there stays the lower
+part, so whoever holds it still holds the same path:
+
+    locking 2 of 3 pages            inserting [a|b|x] where             a prompt that goes on
+    of an edge                      [a|b|c] is                          after a stub
+
+    [a|b|c]      [a|b] <- locked    [a|b|c]      [a|b] -+- [c]          [a|b|c-]     [a|b|c+|d]
+             =>    |                         =>         +- [x]                   =>
+                  [c]  <- same                                          [a|b] is locked, [c-] gives
+                          object                                        way to [c+|d], and as a leaf
+                                                                        that nobody else holds [a|b]
+                                                                        is lengthened
+
+A stub whose tokens the next page repeats and goes beyond is dropped for it. A node left with one
+child, both unreferenced and last used together, is merged with it:
+
+    [a|b] -+- [c]      [a|b] --- [c]      [a|b|c]
+           +- [x]  =>                 =>
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from radixsvc.node import (
+    ABSENT,
+    PAGE_ID_BYTES,
+    PAGES,
+    PINNED_CLASS,
+    TOKEN_BYTES,
+    Account,
+    Children,
+    Level,
+    Node,
+    common_prefix,
+    resident,
+)
+from tiers.page import InvariantError, PageIds
+
+
+class Match(NamedTuple):
+    """How far a prompt is known; holds until the tree changes next.
+
+    `node` is the deepest node reached and `used` the bytes of its run that match in whole pages;
+    `length` counts all tokens matched so. `partial` more tokens match within the next page,
+    which is page `partial_index` of `partial_node`.
+    """
+
+    node: Node
+    used: int
+    length: int
+    partial: int
+    partial_node: Node | None
+    partial_index: int
+
+
+class Inserted(NamedTuple):
+    """`node` is the locked end of the path, `pages` what the tree holds there, packed."""
+
+    node: Node
+    pages: bytes
+
+
+class Ghost(NamedTuple):
+    """Where a node's last page was, and when it went (time.monotonic)."""
+
+    level: Level
+    time: float
+
+
+class RadixTree:
+    """All namespaces' trees over `num_tiers` tiers, with at most `max_ghost_pages` of ghosts.
+
+    Tokens and page ids go in and out packed, as the bytes of int32 arrays. Page ids are only
+    passed through; those the tree let go of are collected by `take_freed`. One thread.
+    """
+
+    def __init__(self, page_size: int, num_tiers: int = 1, max_ghost_pages: int = 0) -> None:
+        self.page_size = page_size
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.num_tiers = num_tiers
+        self.max_ghost_pages = max_ghost_pages
+        self.roots: dict[str, Node] = {}
+        self.namespaces: dict[Node, str] = {}  # by root
+        self.detached: list[Node] = []  # roots that were flushed under running leases
+        self.shared = Account("", num_tiers)
+        self.accounts: dict[str, Account] = {"": self.shared}
+        self.ghosts: OrderedDict[Node, Ghost] = OrderedDict()
+        self.num_ghost_pages = 0
+        self.num_nodes = 0
+        self.clock = 0
+        self._freed: list[list[bytes]] = [[] for _ in range(num_tiers)]
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def match(self, namespace: str, tokens: bytes, ghosts: bool = False) -> Match:
+        """The longest known prefix of `tokens`. Changes nothing.
+
+        Goes as far as pages are known on any tier; with `ghosts`, as far as tokens are.
+        """
+        root = self.roots.get(namespace)
+        if root is None:
+            return Match(Node(b"", self.shared), 0, 0, 0, None, 0)
+        return self.match_below(root, tokens, ghosts)
+
+    def match_below(self, node: Node, tokens: bytes, ghosts: bool = False) -> Match:
+        """`match` from a node on, as if `tokens` began behind its run."""
+        page_bytes = self.page_bytes
+        pos = 0
+        used = len(node.tokens)
+        while node.children is not None:
+            page = tokens[pos : pos + page_bytes]
+            before, child = node.children.near(page)
+            if len(page) < page_bytes or child is None or not child.tokens.startswith(page):
+                partial, at = self._best(page, before, child, ghosts)
+                return Match(node, used, pos // TOKEN_BYTES, partial, at, 0)
+            run = child.tokens
+            if tokens.startswith(run, pos):
+                common = len(run)
+            else:
+                common = common_prefix(run, tokens[pos : pos + len(run)])
+            if not ghosts:
+                known = self.num_known(child)
+                if known == 0:
+                    break
+                common = min(common, known * page_bytes)
+            node, used = child, common - common % page_bytes
+            pos += used
+            if common < len(run) or used < common:
+                partial = (common - used) // TOKEN_BYTES
+                return Match(
+                    node, used, pos // TOKEN_BYTES, partial, node if partial else None,
+                    used // page_bytes,
+                )  # fmt: skip
+        return Match(node, used, pos // TOKEN_BYTES, 0, None, 0)
+
+    def num_known(self, node: Node) -> int:
+        """Leading pages of a node that lie on any tier."""
+        known = len(node.device) // PAGE_ID_BYTES
+        if self.num_tiers > 1 and (node.host or node.disk):
+            while _page(node.host, known) is not None or _page(node.disk, known) is not None:
+                known += 1
+        return known
+
+    def path(self, node: Node) -> list[Node]:
+        """The nodes from below the root down to this one."""
+        nodes = []
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def _best(
+        self, page: bytes, before: Node | None, at: Node | None, ghosts: bool
+    ) -> tuple[int, Node | None]:
+        """The neighbour that shares most of `page`, and how many tokens."""
+        best, best_node = 0, None
+        for node in (before, at):
+            if node is not None and (ghosts or self.num_known(node)):
+                common = common_prefix(node.tokens[: self.page_bytes], page)
+                if common > best:
+                    best, best_node = common, node
+        return best // TOKEN_BYTES, best_node
+
+    # -- holding ------------------------------------------------------------------------------
+
+    def root(self, namespace: str, account: str = "") -> Node:
+        """The namespace's root, made if need be: of that account if there is one, else shared."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(b"", self.accounts.get(account, self.shared))
+            self.namespaces[root] = namespace
+        return root
+
+    def _drop_if_bare(self, root: Node) -> None:
+        """A root that nothing hangs on or holds goes, so that namespaces can come and go."""
+        if root.refs == 0 and root.children is None and root in self.namespaces:
+            del self.roots[self.namespaces.pop(root)]
+
+    def lock(self, node: Node, used: int, priority: int = 0) -> Node:
+        """Reference the path to the first `used` bytes of a node's run; returns its end.
+
+        Splits the node there. Undone by `unlock`.
+        """
+        if used < len(node.tokens):
+            node = self._split(node, used)
+        self.clock += 1
+        end = node
+        while True:
+            node.refs += 1
+            if node.refs == 1:
+                self._leave(node)
+            if node.priority < priority:
+                node.priority = priority
+            node.last_use = self.clock
+            node.uses += 1
+            if node.parent is None:
+                return end
+            node = node.parent
+
+    def unlock(self, node: Node) -> None:
+        """Let a path go. Flushed nodes that nobody else holds are freed."""
+        self.clock += 1
+        while True:
+            parent = node.parent
+            node.refs -= 1
+            node.last_use = self.clock
+            if node.refs < 0:
+                raise InvariantError("a path was unlocked more often than locked")
+            if parent is None:
+                break
+            if node.refs == 0:
+                if node.account.detached:
+                    self._take_out(node)
+                elif node.device or self._is_known(node):
+                    self._enter(node)
+                    if node.children is not None:
+                        self._merge_below(node)
+                else:
+                    self._bury(node, Level.DEVICE)
+            node = parent
+        if node.account.detached and node.refs == 0:
+            self.detached.remove(node)
+        self._drop_if_bare(node)
+
+    def insert(self, node: Node, tokens: bytes, pages: bytes, priority: int = 0) -> Inserted:
+        """Add device `pages` for `tokens` behind a node that the caller has locked to its end.
+
+        Where the tree has pages for the same tokens already, it keeps its own: the caller's are
+        wherever `Inserted.pages` differs, and stay the caller's. Nodes passed and made are
+        locked for the caller. A last page that is partly filled is not kept (and not in
+        `Inserted.pages`) where the tree knows more of its tokens.
+        """
+        page_bytes = self.page_bytes
+        pos = 0
+        kept: list[bytes] = []
+        while pos < len(tokens):
+            page = tokens[pos : pos + page_bytes]
+            child = None
+            if node.children is not None:
+                before, child = node.children.near(page)
+                if child is not None and not child.tokens.startswith(page):
+                    child = None
+                if child is None and before is not None and page.startswith(before.tokens):
+                    self._take_out(before)
+            if child is None:
+                rest = pages[pos // page_bytes * PAGE_ID_BYTES :]
+                kept.append(rest)
+                node = self._grow(node, tokens[pos:], rest, priority)
+                break
+            if len(page) < page_bytes:
+                break
+            run = child.tokens
+            if not tokens.startswith(run, pos) or len(run) % page_bytes:
+                common = common_prefix(run, tokens[pos : pos + len(run)])
+                child = self._split_if(child, common - common % page_bytes)
+            child.refs += 1
+            if child.refs == 1:
+                self._leave(child)
+            child.last_use = self.clock
+            child.priority = max(child.priority, priority)
+            start = pos // page_bytes * PAGE_ID_BYTES
+            size = len(child.tokens) // page_bytes * PAGE_ID_BYTES
+            if len(child.device) < size:
+                self._revive(child)
+                more = pages[start + len(child.device) : start + size]
+                child.device += more
+                child.account.resident[Level.DEVICE] += len(more) // PAGE_ID_BYTES
+            kept.append(child.device)
+            pos += len(child.tokens)
+            node = child
+        return Inserted(node, b"".join(kept))
+
+    def _grow(self, node: Node, tokens: bytes, pages: bytes, priority: int) -> Node:
+        """Lengthen a leaf that only the caller holds, else give it a child. Returns the end."""
+        num_pages = len(pages) // PAGE_ID_BYTES
+        node.account.resident[Level.DEVICE] += num_pages
+        if node.refs == 1 and node.children is None and node.parent is not None and node.pins == 0:
+            node.tokens += tokens
+            node.device += pages
+            return node
+        child = Node(tokens, node.account)
+        child.device = pages
+        child.refs = child.uses = 1
+        child.priority = priority
+        child.last_use = self.clock
+        self._adopt(node, child)
+        return child
+
+    # -- eviction -----------------------------------------------------------------------------
+
+    def evictable(self, level: Level) -> int:
+        """Pages of a tier that no lease and no pin holds."""
+        return sum(sum(a.evictable[level][:PINNED_CLASS]) for a in self.accounts.values())
+
+    def resident(self, level: Level) -> int:
+        """Pages of a tier that the tree holds, flushed ones under leases included."""
+        detached = sum(r.account.resident[level] for r in self.detached)
+        return detached + sum(a.resident[level] for a in self.accounts.values())
+
+    def victim(self, level: Level, account: Account | None = None) -> Node | None:
+        """The node whose last page on that tier is the next to go; O(accounts)."""
+        accounts = self.accounts.values() if account is None else (account,)
+        for priority in range(PINNED_CLASS):
+            best = None
+            for one in accounts:
+                node = one.victim(level, priority)
+                if node is not None and (best is None or node.last_use < best.last_use):
+                    best = node
+            if best is not None:
+                return best
+        return None
+
+    def evict(self, num_pages: int, account: Account | None = None) -> int:
+        """Let go of up to that many device pages, least recently used first, leaves' tails first.
+
+        Returns how many.
+        """
+        left = num_pages
+        while left > 0:
+            node = self.victim(Level.DEVICE, account)
+            if node is None:
+                break
+            pages = self.detach_tail(node, Level.DEVICE, left)
+            self._freed[Level.DEVICE].append(pages)
+            left -= len(pages) // PAGE_ID_BYTES
+        return num_pages - left
+
+    def take_freed(self, level: Level) -> PageIds | None:
+        """Pages of a tier that the tree let go of since the last call; None where there are none.
+
+        They are the caller's to free.
+        """
+        freed = self._freed[level]
+        if not freed:
+            return None
+        pages = np.frombuffer(b"".join(freed), np.int32)
+        freed.clear()
+        return pages[pages >= 0] if level else pages
+
+    def detach_tail(self, node: Node, level: Level, num_pages: int) -> bytes:
+        """Take up to `num_pages` pages of a tier off the end of an unreferenced node."""
+        name = PAGES[level]
+        held: bytes = getattr(node, name)
+        pages = held[-num_pages * PAGE_ID_BYTES :]
+        rest = held[: -num_pages * PAGE_ID_BYTES]
+        setattr(node, name, rest)
+        count = resident(pages)
+        account = node.account
+        account.resident[level] -= count
+        account.evictable[level][_class(node)] -= count
+        if not rest:
+            node.unlink(level)
+            if not self._is_known(node):
+                self._bury(node, level)
+        return pages
+
+    def forget(self) -> None:
+        """Drop all ghosts."""
+        while self.ghosts:
+            self._drop_oldest_ghost()
+
+    # -- pins, quotas, flush ------------------------------------------------------------------
+
+    def pin(self, node: Node, used: int) -> Node:
+        """Protect the path to the first `used` bytes of a node's run; returns its end."""
+        if used < len(node.tokens):
+            node = self._split(node, used)
+        end = node
+        while node.parent is not None:
+            if node.refs == 0:
+                self._leave(node)
+            node.pins += 1
+            if node.refs == 0:
+                self._enter(node)
+            node = node.parent
+        return end
+
+    def unpin(self, node: Node) -> None:
+        """Undo `pin`, given its result. The path counts as used now."""
+        self.clock += 1
+        while node.parent is not None:
+            if node.refs == 0:
+                self._leave(node)
+            node.pins -= 1
+            node.last_use = self.clock
+            if node.refs == 0:
+                self._enter(node)
+            node = node.parent
+
+    def prune(self, node: Node) -> None:
+        """Drop a node, all below it and the leaves left above it, save held and pinned ones."""
+        for below in reversed(list(self._below(node))):
+            self._drop_if_loose(below)
+        while node.parent is not None:
+            parent = node.parent
+            self._drop_if_loose(node)
+            if parent.children is not None:
+                break
+            node = parent
+
+    def _drop_if_loose(self, node: Node) -> None:
+        if node.children is None and node.refs == 0 and node.pins == 0:
+            self._take_out(node)
+
+    def account(self, name: str) -> Account:
+        """The account of that name, with victims and a quota of its own; made if need be."""
+        if name not in self.accounts:
+            self.accounts[name] = Account(name, self.num_tiers)
+        return self.accounts[name]
+
+    def flush(self) -> None:
+        """Empty the tree. Paths under leases are cut off now and freed by their last `unlock`."""
+        self.forget()
+        for root in list(self.roots.values()):
+            held = root.refs > 0
+            account = Account(root.account.name, self.num_tiers, detached=True)
+            for node in reversed(list(self._below(root))):
+                if node.refs == 0:
+                    self._take_out(node)
+                else:
+                    for level in range(self.num_tiers):
+                        count = resident(getattr(node, PAGES[level]))
+                        node.account.resident[level] -= count
+                        account.resident[level] += count
+                    node.account = account
+                    node.pins = 0
+            root.account = account
+            if held:
+                self.detached.append(root)
+        self.roots = {}
+        self.namespaces = {}
+
+    # -- structure ----------------------------------------------------------------------------
+
+    def _split_if(self, node: Node, used: int) -> Node:
+        return self._split(node, used) if used < len(node.tokens) else node
+
+    def _split(self, node: Node, used: int) -> Node:
+        """Cut a node's run after `used` bytes, whole pages. Returns the new upper part."""
+        parent = node.parent
+        if parent is None or parent.children is None or not 0 < used < len(node.tokens):
+            raise InvariantError(f"no split at byte {used} of {len(node.tokens)}")
+        upper = Node(node.tokens[:used], node.account)
+        parent.children.replace(node, upper)
+        upper.parent, node.parent = parent, upper
+        upper.children = Children(node)
+        node.tokens = node.tokens[used:]
+        upper.refs, upper.pins, upper.uses = node.refs, node.pins, node.uses
+        upper.priority, upper.last_use = node.priority, node.last_use
+        self.num_nodes += 1
+        ids = used // self.page_bytes * PAGE_ID_BYTES
+        for level in range(self.num_tiers):
+            name = PAGES[level]
+            held: bytes = getattr(node, name)
+            if not held:
+                continue
+            lower_pages = held[ids:]
+            if level and resident(lower_pages) == 0:
+                lower_pages = b""
+            setattr(upper, name, held[:ids])
+            setattr(node, name, lower_pages)
+            after = node.after(level)
+            if after is not None:
+                if not level or resident(held[:ids]):
+                    upper.link_before(after, level)
+                if not lower_pages:
+                    node.unlink(level)
+        ghost = self.ghosts.get(node)
+        if ghost is not None:
+            self.ghosts[upper] = ghost
+        elif not self._is_known(node) and node.refs == 0:
+            self._bury(node, Level.DEVICE)
+        return upper
+
+    def _merge_below(self, node: Node) -> None:
+        """Merge a node with its only child where both are at rest and were last used together."""
+        child = node.children.only if node.children is not None else None
+        if (
+            child is None
+            or node.refs
+            or child.refs
+            or node.parent is None
+            or child.last_use != node.last_use
+            or child.pins != node.pins
+            or child.priority != node.priority
+            or child in self.ghosts
+            or node in self.ghosts
+        ):
+            return
+        num_pages = len(node.tokens) // self.page_bytes
+        for level in range(self.num_tiers):
+            name = PAGES[level]
+            upper, lower = getattr(node, name), getattr(child, name)
+            if lower:
+                upper += ABSENT * (num_pages - len(upper) // PAGE_ID_BYTES) + lower
+            setattr(child, name, upper)
+            after = node.after(level)
+            if after is not None:
+                child.unlink(level)
+                child.link_before(after, level)
+                node.unlink(level)
+        parent = node.parent
+        assert parent.children is not None
+        parent.children.replace(node, child)
+        child.tokens = node.tokens + child.tokens
+        child.uses = min(child.uses, node.uses)
+        child.parent = parent
+        node.parent = node.children = None
+        self.num_nodes -= 1
+
+    def _adopt(self, parent: Node, child: Node) -> None:
+        child.parent = parent
+        if parent.children is None:
+            parent.children = Children(child)
+        else:
+            parent.children.add(child)
+        self.num_nodes += 1
+
+    def _take_out(self, node: Node) -> None:
+        """Remove an unreferenced leaf from the tree and let its pages go."""
+        parent = node.parent
+        if parent is None or parent.children is None or node.refs or node.children is not None:
+            raise InvariantError("only a leaf without references leaves the tree")
+        for level in range(self.num_tiers):
+            pages = getattr(node, PAGES[level])
+            if pages:
+                count = resident(pages)
+                node.account.resident[level] -= count
+                if node.after(level) is not None:
+                    node.account.evictable[level][_class(node)] -= count
+                    node.unlink(level)
+                self._freed[level].append(pages)
+        self._revive(node)
+        if parent.children.only is node:
+            parent.children = None
+            if parent.parent is None:
+                self._drop_if_bare(parent)
+        else:
+            parent.children.remove(node)
+        node.parent = None
+        self.num_nodes -= 1
+
+    # -- lists of victims ---------------------------------------------------------------------
+
+    def _enter(self, node: Node) -> None:
+        """The last reference is gone: most recently used of the victims on each of its tiers."""
+        account, priority = node.account, _class(node)
+        for level in range(self.num_tiers):
+            count = resident(getattr(node, PAGES[level]))
+            if count:
+                account.evictable[level][priority] += count
+                node.link_before(account.heads[level][priority], level)
+
+    def _leave(self, node: Node) -> None:
+        """The first reference: no victim any more."""
+        account, priority = node.account, _class(node)
+        for level in range(self.num_tiers):
+            if node.after(level) is not None:
+                account.evictable[level][priority] -= resident(getattr(node, PAGES[level]))
+                node.unlink(level)
+
+    # -- ghosts -------------------------------------------------------------------------------
+
+    def _is_known(self, node: Node) -> bool:
+        return bool(node.device or node.host or node.disk) or node.parent is None
+
+    def _bury(self, node: Node, level: Level) -> None:
+        """A node's last page is gone. It stays a while without pages, children before parents."""
+        if not self.max_ghost_pages:
+            self._remove(node)
+            return
+        self.ghosts[node] = Ghost(level, time.monotonic())
+        self.num_ghost_pages += self.num_pages(node)
+        while self.num_ghost_pages > self.max_ghost_pages and self.ghosts:
+            self._drop_oldest_ghost()
+
+    def _revive(self, node: Node) -> None:
+        if self.ghosts.pop(node, None) is not None:
+            self.num_ghost_pages -= self.num_pages(node)
+
+    def _drop_oldest_ghost(self) -> None:
+        self._remove(next(iter(self.ghosts)))
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        self._take_out(node)
+        if parent is not None and parent.children is not None:
+            self._merge_below(parent)
+
+    def num_pages(self, node: Node) -> int:
+        """Pages that a node's run fills, the last one perhaps partly."""
+        return -(-len(node.tokens) // self.page_bytes)
+
+    # -- inspection ---------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, roots apart, parents first."""
+        for root in [*self.roots.values(), *self.detached]:
+            yield from self._below(root)
+
+    def _below(self, root: Node) -> Iterator[Node]:
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node is not root:
+                yield node
+            if node.children is not None:
+                stack.extend(node.children)
+
+
+def _class(node: Node) -> int:
+    return PINNED_CLASS if node.pins else node.priority
+
+
+def _page(pages: bytes, index: int) -> int | None:
+    """Page `index` of packed ids, None where it is not there."""
+    at = index * PAGE_ID_BYTES
+    page = int.from_bytes(pages[at : at + PAGE_ID_BYTES], "little", signed=True)
+    return page if page >= 0 and at < len(pages) else None

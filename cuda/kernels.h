@@ -24,6 +24,15 @@ extern "C" {
 
 enum rx_dtype { RX_F32 = 0, RX_BF16 = 1, RX_F16 = 2 };
 
+/* The CUDA kernels' work lists of a step (plan.h): what the host knows of them. For a captured
+ * graph the counts are the most that a replay may need, and num_prefill is 0. */
+struct rx_plan {
+    const int32_t *words; /* in device memory when kernels are launched */
+    int64_t num_words;
+    int32_t num_decode, num_shared, num_prefill;
+    int64_t num_partials; /* splits of all decoding sequences */
+};
+
 /* Same for all layers of a step. The arrays lie in the memory of the device that reads them. */
 struct rx_batch {
     int32_t num_seqs, num_tokens, page_size;
@@ -41,7 +50,8 @@ struct rx_batch {
     const int32_t *group_seqs;
     const int32_t *group_lens; /* [num_groups] */
     void *workspace;           /* what a back end plans once per step; owned by the wrapper */
-    int64_t workspace_bytes;
+    int64_t workspace_bytes;   /* CUDA: num_partials * q_heads * (head_dim + 2) floats */
+    struct rx_plan plan;       /* CUDA only */
 };
 
 /* One layer's call. Strides and offsets count elements; the last dimension is contiguous. */
@@ -72,13 +82,18 @@ struct rx_copy {
 const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch *batch);
 const char *rx_copy_cpu(const struct rx_copy *copy);
 const char *rx_cpu_isa(void); /* the instruction set in use: "plain", "avx2", "avx512", "amx" */
+const char *rx_select_isa(const char *name); /* "": the best there is */
 
 /* CUDA: pointers are device pointers (copy: device, or registered host memory as the device sees
- * it; the id lists lie where the device can read them). Work is queued on `stream`, a
- * cudaStream_t, of `device`. */
+ * it; the id lists lie where the device can read them). The device is the pool's, or of a copy
+ * the side that is no host memory; work is queued on `stream`, a cudaStream_t of that device. */
 const char *rx_attention_cuda(const struct rx_layer *layer, const struct rx_batch *batch,
-                              int device, void *stream);
-const char *rx_copy_cuda(const struct rx_copy *copy, int max_blocks, int device, void *stream);
+                              void *stream);
+const char *rx_copy_cuda(const struct rx_copy *copy, int max_blocks, void *stream);
+
+/* The work lists of `batch`, whose arrays lie in host memory, written to `words`. With NULL they
+ * are counted only. */
+struct rx_plan rx_plan_cuda(const struct rx_batch *batch, int32_t *words);
 
 #ifdef __cplusplus
 }

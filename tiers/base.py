@@ -10,7 +10,7 @@ Ledgers belong to one thread, the engine's. Workers see page ids only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -42,6 +42,13 @@ class PageView(NamedTuple):
     pages: PageIds
     on_device: bool = False
     pieces: npt.NDArray[np.int64] | None = None
+
+
+class Pinning(NamedTuple):
+    """How memory is page-locked: `pin(address, nbytes)` says whether, `unpin(address)` undoes."""
+
+    pin: Callable[[int, int], bool]
+    unpin: Callable[[int], None]
 
 
 class Footprint(NamedTuple):

@@ -17,13 +17,12 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
-from tiers.base import LEDGER_BYTES, Footprint, PageView, TierError
+from tiers.base import LEDGER_BYTES, Footprint, PageView, Pinning, TierError
 from tiers.page import PageIds, PageLedger
 
 log = logging.getLogger(__name__)
@@ -31,13 +30,6 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 256 << 20
 SMALLEST_PIECE_BYTES = 16 << 20
 _TOUCH_THREADS = min(8, os.cpu_count() or 1)
-
-
-class Pinning(NamedTuple):
-    """How memory is page-locked: `pin(address, nbytes)` says whether, `unpin(address)` undoes."""
-
-    pin: Callable[[int, int], bool]
-    unpin: Callable[[int], None]
 
 
 class _Piece(NamedTuple):

@@ -393,13 +393,13 @@ class Mover:
         queued = sum(n * self._rate(edge) for lane in lanes for edge, n in lane.queued.items())
         return queued + num_pages * source.page_bytes * self._rate((source.name, target.name))
 
-    def probe(self, num_pages: int = 4, timeout_s: float = 5.0) -> None:
-        """Measure every edge, on free pages; at start, before anything is submitted."""
+    def probe(self, nbytes: int = 16 << 20, timeout_s: float = 5.0) -> None:
+        """Measure every edge with `nbytes` on free pages; at start, before any submit."""
         for _ in range(2):
             self._rates.clear()  # the first round met memory nobody had touched
             for first in self._memory.values():
                 for second in self._tiers:
-                    n = min(num_pages, first.num_free // 2, second.num_free)
+                    n = min(-(-nbytes // first.page_bytes), first.num_free // 2, second.num_free)
                     if second is first or n < 1:
                         continue
                     pages = first.allocate(n)

@@ -93,8 +93,8 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
             raise SetupError(f"{index} is broken ({error!r}); fetch it again.") from None
         missing = sorted(name for name in names if not (path / name).is_file())
         if missing:
-            names = ", ".join(missing)
-            raise SetupError(f"{path} is only part of a model, without {names}. Fetch it again.")
+            absent = ", ".join(missing)
+            raise SetupError(f"{path} is only part of a model, without {absent}. Fetch it again.")
         return tuple(path / name for name in sorted(names))
     single = path / "model.safetensors"
     if not single.is_file():

@@ -136,7 +136,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     require_memory(5 * num_params + (512 << 20), f"Converting {gguf.name}")
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity(hf_logging.ERROR)
+    hf_logging.set_verbosity(logging.ERROR)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **source)
         if hasattr(transformers, "GgufConfig"):  # newer releases keep weights packed unless told

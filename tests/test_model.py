@@ -1,0 +1,219 @@
+"""Models on ragged batches over pages, against transformers' own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tiny import FAMILIES, tiny_model
+from transformers import AutoModelForCausalLM
+
+from radixsvc.attention import RaggedBatch, StepContext
+from radixsvc.errors import SetupError
+from radixsvc.model import Model, describe, has_fast_bfloat16, load_model
+from tiers.device import DeviceTier
+
+TOLERANCE = 1e-4
+CPU = torch.device("cpu")
+
+
+class Part(NamedTuple):
+    """One sequence's share of a step: tokens [start:stop] of `tokens` are computed."""
+
+    tokens: np.ndarray
+    start: int
+    stop: int
+    table: np.ndarray
+
+
+class Runner:
+    """Runs steps of a model on a device tier whose pages are handed out in random order."""
+
+    def __init__(self, model: Model, page_size: int = 16, num_pages: int = 96) -> None:
+        self.model = model
+        self.page_size = page_size
+        self.device = DeviceTier(model.page_shape(page_size), num_pages, CPU)
+        self.device.pool.fill_(float("nan"))  # nothing unwritten may be read
+        self.free = list(np.random.default_rng(1).permutation(num_pages))
+
+    def table(self, num_tokens: int, shared: np.ndarray | None = None) -> np.ndarray:
+        pages = [] if shared is None else list(shared)
+        while len(pages) * self.page_size < num_tokens:
+            pages.append(self.free.pop())
+        return np.array(pages, np.int32)
+
+    def step(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Logits [stop - start, vocab_size] of each part."""
+        lens = [part.stop - part.start for part in parts]
+        batch = RaggedBatch.build(
+            lens,
+            [part.stop for part in parts],
+            [part.table for part in parts],
+            self.page_size,
+            CPU,
+        )
+        logits = self.model.forward(
+            np.concatenate([part.tokens[part.start : part.stop] for part in parts]),
+            np.concatenate([np.arange(p.start, p.stop, dtype=np.int32) for p in parts]),
+            StepContext(self.device.pool, self.device.shape, batch),
+            np.arange(sum(lens)),
+        )
+        return list(logits.split(lens))
+
+
+class Reference:
+    """transformers' own model, with its own attention (eager where soft caps ask for it)."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        kind = "eager" if describe(path, "float32").layers[0].softcap else "sdpa"
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=kind
+        ).eval()
+
+    @torch.inference_mode()
+    def logits(self, tokens: np.ndarray) -> torch.Tensor:
+        ids = torch.from_numpy(tokens).long()[None]
+        return self.model(ids, use_cache=False).logits[0].float()
+
+
+def random_tokens(seed: int, length: int, vocab_size: int = 512) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, vocab_size, length, dtype=np.int32)
+
+
+def mixed_steps(runner: Runner, vocab_size: int) -> list[tuple[Part, torch.Tensor]]:
+    """Two steps that hold prefill, its continuation, decode, and a prefix of shared pages."""
+    a, b, c = (random_tokens(i, n, vocab_size) for i, n in ((1, 46), (2, 80), (3, 62)))
+    d = np.concatenate([c[:32], random_tokens(4, 40, vocab_size)])  # shares c's first two pages
+    ta, tb, tc = runner.table(46), runner.table(80), runner.table(62)
+    td = runner.table(72, shared=tc[:2])
+    first = [Part(a, 0, 45, ta), Part(b, 0, 50, tb), Part(c, 0, 61, tc)]
+    second = [Part(a, 45, 46, ta), Part(b, 50, 80, tb), Part(d, 32, 72, td), Part(c, 61, 62, tc)]
+    return [
+        pair for parts in (first, second) for pair in zip(parts, runner.step(parts), strict=True)
+    ]
+
+
+def assert_equal_logits(done: list[tuple[Part, torch.Tensor]], reference: Reference) -> None:
+    for part, logits in done:
+        wanted = reference.logits(part.tokens[: part.stop])[part.start :]
+        assert (logits - wanted).abs().max().item() <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_ragged_batches_equal_the_stock_forward_at_every_position(
+    family: str, tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path, family)
+    runner = Runner(load_model(path, "float32"))
+    assert_equal_logits(mixed_steps(runner, 512), Reference(path))
+
+
+@pytest.mark.model
+def test_ragged_batches_equal_the_stock_forward_on_a_real_model(smollm: Path) -> None:
+    model = load_model(smollm, "float32")
+    done = mixed_steps(Runner(model), model.info.vocab_size)
+    assert_equal_logits(done, Reference(smollm))
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+def test_prefill_may_be_split_anywhere(page_size: int, tiny_llama: Path) -> None:
+    tokens = random_tokens(5, 36)
+    wanted = Reference(tiny_llama).logits(tokens)
+    model = load_model(tiny_llama, "float32")
+    for split in range(1, 36):
+        runner = Runner(model, page_size, num_pages=40)
+        table = runner.table(36)
+        (head,) = runner.step([Part(tokens, 0, split, table)])
+        (tail,) = runner.step([Part(tokens, split, 36, table)])
+        assert (torch.cat([head, tail]) - wanted).abs().max().item() <= TOLERANCE, split
+
+
+@pytest.mark.skipif(not has_fast_bfloat16(), reason="bf16 is emulated on this processor")
+@pytest.mark.model
+def test_bf16_stays_within_stock_bf16s_own_noise(smollm: Path) -> None:
+    model = load_model(smollm, "bfloat16")
+    exact, stock = Reference(smollm), Reference(smollm, torch.bfloat16)
+    ours, theirs = [], []
+    for part, logits in mixed_steps(Runner(model), model.info.vocab_size):
+        wanted = exact.logits(part.tokens[: part.stop])[part.start :]
+        ours.append((logits - wanted).abs().mean().item())
+        noisy = stock.logits(part.tokens[: part.stop])[part.start :]
+        theirs.append((noisy - wanted).abs().mean().item())
+    assert np.mean(ours) <= 1.2 * np.mean(theirs)
+
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time",
+    "Water boils at",
+    "1, 2, 3, 5, 8,",
+    "Dear Sir or Madam,",
+    "The three laws of robotics are",
+    "Les oiseaux chantent",
+]
+
+
+@pytest.mark.model
+def test_greedy_decoding_equals_generate(smollm: Path) -> None:
+    """64 tokens on 8 prompts decoded together, token for token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    reference = Reference(smollm)
+    runner = Runner(load_model(smollm, "float32"))
+    prompts = [np.array(tokenizer(text).input_ids, np.int32) for text in PROMPTS]
+    tables = [runner.table(len(prompt) + 64) for prompt in prompts]
+    logits = runner.step([Part(p, 0, len(p), t) for p, t in zip(prompts, tables, strict=True)])
+    texts = prompts
+    for step in range(64):
+        picked = [int(row[-1].argmax()) for row in logits]
+        texts = [np.append(t, np.int32(k)) for t, k in zip(texts, picked, strict=True)]
+        if step < 63:
+            logits = runner.step(
+                [Part(t, len(t) - 1, len(t), p) for t, p in zip(texts, tables, strict=True)]
+            )
+    for prompt, text in zip(prompts, texts, strict=True):
+        wanted = reference.model.generate(
+            torch.from_numpy(prompt).long()[None],
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=64,
+            min_new_tokens=64,
+            do_sample=False,
+        )[0].numpy()
+        assert_same_tokens(text, wanted, len(prompt), reference)
+
+
+def assert_same_tokens(
+    got: np.ndarray, wanted: np.ndarray, start: int, reference: Reference
+) -> None:
+    """Equal up to the first place where the two best logits lie within twice the tolerance."""
+    for i in range(start, len(wanted)):
+        if got[i] != wanted[i]:
+            best = reference.logits(wanted[:i])[-1].topk(2).values
+            assert (best[0] - best[1]).item() <= 2 * TOLERANCE, f"token {i - start} differs"
+            return
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba2"}, "not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ],
+)
+def test_what_a_ragged_batch_cannot_serve_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    import json
+
+    file = tiny_model(tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(SetupError, match=message):
+        load_model(tmp_path)

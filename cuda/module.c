@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "kernels.h"
+#include "threads.h"
 
 #ifndef RX_CUDA_ARCHS
 #define RX_CUDA_ARCHS ""
@@ -35,6 +36,14 @@ static int64_t take_int(struct args *a) {
 }
 
 static void *take_pointer(struct args *a) { return (void *)(intptr_t)take_int(a); }
+
+static float take_float(struct args *a) {
+    PyObject *object = a->failed ? NULL : take(a);
+    if (!object) return 0;
+    const double value = PyFloat_AsDouble(object);
+    if (value == -1.0 && PyErr_Occurred()) a->failed = 1;
+    return (float)value;
+}
 
 static int finish(struct args *a) {
     if (!a->failed && a->left) {
@@ -70,13 +79,114 @@ static PyObject *copy_pages(PyObject *self, PyObject *const *args, Py_ssize_t na
     return result(error);
 }
 
+static const char BATCH[] = "tiers._kernels.batch";
+
+static void free_batch(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, BATCH)); }
+
+static PyObject *batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    struct rx_batch b = {0};
+    b.num_seqs = (int32_t)take_int(&a);
+    b.num_tokens = (int32_t)take_int(&a);
+    b.page_size = (int32_t)take_int(&a);
+    b.max_q_len = (int32_t)take_int(&a);
+    b.max_kv_len = (int32_t)take_int(&a);
+    b.cu_seqlens_q = take_pointer(&a);
+    b.kv_lens = take_pointer(&a);
+    b.page_indptr = take_pointer(&a);
+    b.pages = take_pointer(&a);
+    b.num_groups = (int32_t)take_int(&a);
+    b.group_indptr = take_pointer(&a);
+    b.group_seqs = take_pointer(&a);
+    b.group_lens = take_pointer(&a);
+    if (!finish(&a)) return NULL;
+    struct rx_batch *kept = PyMem_Malloc(sizeof b);
+    if (!kept) return PyErr_NoMemory();
+    *kept = b;
+    PyObject *capsule = PyCapsule_New(kept, BATCH, free_batch);
+    if (!capsule) PyMem_Free(kept);
+    return capsule;
+}
+
+static const struct rx_batch *take_batch(struct args *a) {
+    PyObject *capsule = a->failed ? NULL : take(a);
+    const struct rx_batch *b = capsule ? PyCapsule_GetPointer(capsule, BATCH) : NULL;
+    if (!b) a->failed = 1;
+    return b;
+}
+
+static struct rx_layer take_layer(struct args *a) {
+    struct rx_layer l = {0};
+    l.dtype = (enum rx_dtype)take_int(a);
+    l.q_heads = (int32_t)take_int(a);
+    l.kv_heads = (int32_t)take_int(a);
+    l.head_dim = (int32_t)take_int(a);
+    l.pool = take_pointer(a);
+    l.page_stride = take_int(a);
+    l.layer_offset = take_int(a);
+    l.q = take_pointer(a);
+    l.q_stride = take_int(a);
+    l.q_head_stride = take_int(a);
+    l.k = take_pointer(a);
+    l.k_stride = take_int(a);
+    l.k_head_stride = take_int(a);
+    l.v = take_pointer(a);
+    l.v_stride = take_int(a);
+    l.v_head_stride = take_int(a);
+    l.out = take_pointer(a);
+    l.out_stride = take_int(a);
+    l.out_head_stride = take_int(a);
+    l.scale = take_float(a);
+    l.softcap = take_float(a);
+    l.window = (int32_t)take_int(a);
+    l.sinks = take_pointer(a);
+    return l;
+}
+
+static PyObject *attention(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    const struct rx_batch *b = take_batch(&a);
+    const struct rx_layer layer = take_layer(&a);
+    if (!finish(&a)) return NULL;
+    const char *error;
+    Py_BEGIN_ALLOW_THREADS
+    error = rx_attention_cpu(&layer, b);
+    Py_END_ALLOW_THREADS
+    return result(error);
+}
+
+static PyObject *set_num_threads(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    const int64_t n = take_int(&a);
+    if (!finish(&a)) return NULL;
+    rx_set_num_threads((int)(n > 1 << 20 ? 1 << 20 : n));
+    Py_RETURN_NONE;
+}
+
+static PyObject *select_isa(PyObject *self, PyObject *name) {
+    (void)self;
+    PyObject *bytes = PyUnicode_AsUTF8String(name);
+    if (!bytes) return NULL;
+    PyObject *done = result(rx_select_isa(PyBytes_AsString(bytes)));
+    Py_DECREF(bytes);
+    return done;
+}
+
 static PyObject *build_info(PyObject *self, PyObject *unused) {
     (void)self, (void)unused;
-    return Py_BuildValue("{s:s,s:s}", "compiler", __VERSION__, "cuda_archs", RX_CUDA_ARCHS);
+    return Py_BuildValue("{s:s,s:s,s:s}", "compiler", __VERSION__, "cuda_archs", RX_CUDA_ARCHS,
+                         "cpu_isa", rx_cpu_isa());
 }
 
 static PyMethodDef methods[] = {
     {"copy_pages", (PyCFunction)(void (*)(void))copy_pages, METH_FASTCALL, NULL},
+    {"batch", (PyCFunction)(void (*)(void))batch, METH_FASTCALL, NULL},
+    {"attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL, NULL},
+    {"set_num_threads", (PyCFunction)(void (*)(void))set_num_threads, METH_FASTCALL, NULL},
+    {"select_isa", select_isa, METH_O, NULL},
     {"build_info", build_info, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,4 +1,58 @@
-"""The C extension. Pointers are addresses as integers; nothing is checked here."""
+"""The C extension. Pointers are addresses as integers; nothing is checked here.
+
+Structs, layouts and units are described in cuda/kernels.h.
+"""
+
+class Batch:
+    """One step's ragged batch. Its arrays must outlive it: it keeps addresses only."""
+
+def batch(
+    num_seqs: int,
+    num_tokens: int,
+    page_size: int,
+    max_q_len: int,
+    max_kv_len: int,
+    cu_seqlens_q: int,
+    kv_lens: int,
+    page_indptr: int,
+    pages: int,
+    num_groups: int,
+    group_indptr: int,
+    group_seqs: int,
+    group_lens: int,
+    /,
+) -> Batch: ...
+def attention(
+    batch: Batch,
+    dtype: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    pool: int,
+    page_stride: int,
+    layer_offset: int,
+    q: int,
+    q_stride: int,
+    q_head_stride: int,
+    k: int,
+    k_stride: int,
+    k_head_stride: int,
+    v: int,
+    v_stride: int,
+    v_head_stride: int,
+    out: int,
+    out_stride: int,
+    out_head_stride: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: int,
+    /,
+) -> None:
+    """Append keys and values (k = 0: none), then attend, on the CPU. The GIL is released.
+
+    RuntimeError when there is no memory for partial results.
+    """
 
 def copy_pages(
     src: int,
@@ -16,5 +70,11 @@ def copy_pages(
     Strides in bytes; ids are addresses of int32 arrays. The GIL is released.
     """
 
+def set_num_threads(num_threads: int, /) -> None:
+    """Threads that take part in `attention`, the caller's included. 1 at first."""
+
+def select_isa(name: str, /) -> None:
+    """Use "plain", "avx2", "avx512", "amx", or "" for the best there is; RuntimeError if absent."""
+
 def build_info() -> dict[str, str]:
-    """`compiler`, and `cuda_archs`: compute capabilities built for, "" where CUDA was left out."""
+    """`compiler`; `cpu_isa` in use; `cuda_archs` built for, "" where CUDA was left out."""

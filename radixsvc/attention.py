@@ -1,0 +1,295 @@
+"""Attention over pages: `torch.ops.radixsvc.paged_attention`, and the step it runs in.
+
+The engine describes a step once, for all layers: a `RaggedBatch` of sequences, some with many new
+tokens (prefill, or its continuation over a cached prefix), some with one (decode). It makes the
+step current with `attention_step`, and each layer's op appends its keys and values to the pages
+and attends. Only the op's output is visible to torch as a result; pages change beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tiers import _kernels
+from tiers.page import PageIds, PageShape
+
+Int32s = npt.NDArray[np.int32]
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MIN_SHARED_TOKENS = 512  # the length of a split; less is not attended to together
+
+
+@dataclass(frozen=True)
+class SharedGroups:
+    """Sequences whose first tokens lie in the same pages, so that one pass reads them for all.
+
+    Group g is `seqs[indptr[g]:indptr[g + 1]]`; its members share `lens[g]` tokens, whole pages.
+    """
+
+    indptr: Int32s
+    seqs: Int32s
+    lens: Int32s
+
+    @classmethod
+    def find(
+        cls, q_lens: Int32s, kv_lens: Int32s, page_tables: Sequence[PageIds], page_size: int
+    ) -> SharedGroups:
+        """Groups among the decoding sequences; of each first page the most tokens saved."""
+        by_first: dict[int, list[int]] = {}
+        for s in np.flatnonzero((q_lens == 1) & (kv_lens > MIN_SHARED_TOKENS)).tolist():
+            by_first.setdefault(int(page_tables[s][0]), []).append(s)
+        seqs: list[int] = []
+        indptr, lens = [0], []
+        for members in by_first.values():
+            if len(members) < 2:
+                continue
+            first = page_tables[members[0]][: (int(kv_lens[members[0]]) - 1) // page_size]
+            shared = [(len(first), members[0])]
+            for s in members[1:]:
+                table = page_tables[s][: min(len(first), (int(kv_lens[s]) - 1) // page_size)]
+                differs = np.flatnonzero(table != first[: len(table)])
+                shared.append((int(differs[0]) if len(differs) else len(table), s))
+            shared[1:] = sorted(shared[1:], reverse=True)
+            count = max(range(1, len(shared)), key=lambda i: i * shared[i][0])
+            num_tokens = shared[count][0] * page_size
+            if num_tokens >= MIN_SHARED_TOKENS:
+                seqs += [s for _, s in shared[: count + 1]]
+                indptr.append(len(seqs))
+                lens.append(num_tokens)
+        return cls(*(np.array(x, np.int32) for x in (indptr, seqs, lens)))
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """One step's sequences, checked. Sequence s has `q_lens[s]` new tokens, rows
+    `cu_seqlens_q[s]` to `cu_seqlens_q[s + 1]` of q, k and v; its context is `kv_lens[s]` tokens
+    long, the new ones included, in `pages[page_indptr[s]:page_indptr[s + 1]]`.
+    """
+
+    page_size: int
+    num_tokens: int
+    cu_seqlens_q: Int32s
+    kv_lens: Int32s
+    page_indptr: Int32s
+    pages: PageIds
+    groups: SharedGroups
+    handle: _kernels.Batch
+
+    @classmethod
+    def build(
+        cls,
+        q_lens: Sequence[int] | Int32s,
+        kv_lens: Sequence[int] | Int32s,
+        page_tables: Sequence[PageIds],
+        page_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        share_prefixes: bool = True,
+    ) -> RaggedBatch:
+        """ValueError where lengths are negative, disagree, or exceed a sequence's page table."""
+        queries, contexts = np.asarray(q_lens, np.int32), np.asarray(kv_lens, np.int32)
+        if not queries.ndim == contexts.ndim == 1 or not (
+            len(queries) == len(contexts) == len(page_tables)
+        ):
+            raise ValueError(
+                f"{queries.shape} query lengths, {contexts.shape} context lengths and "
+                f"{len(page_tables)} page tables do not describe one batch"
+            )
+        if (queries < 0).any() or (contexts < queries).any():
+            raise ValueError("a sequence has more new tokens than its context is long")
+        needed = (contexts + (page_size - 1)) // page_size
+        held = np.fromiter(map(len, page_tables), np.int32, len(page_tables))
+        if (held < needed).any():
+            s = int(np.flatnonzero(held < needed)[0])
+            raise ValueError(
+                f"sequence {s} is {contexts[s]} tokens long and has {held[s]} pages of {page_size}"
+            )
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"no attention kernels for {device} in this build")
+        tables = [table[:n] for table, n in zip(page_tables, needed.tolist(), strict=True)]
+        pages = np.concatenate(tables, dtype=np.int32) if tables else np.empty(0, np.int32)
+        cu_seqlens_q = np.zeros(len(queries) + 1, np.int32)
+        np.cumsum(queries, out=cu_seqlens_q[1:])
+        page_indptr = np.zeros(len(queries) + 1, np.int32)
+        np.cumsum(needed, out=page_indptr[1:])
+        groups = SharedGroups.find(
+            queries, contexts, page_tables if share_prefixes else (), page_size
+        ) if share_prefixes else SharedGroups(*(np.zeros(n, np.int32) for n in (1, 0, 0)))
+        contexts = np.ascontiguousarray(contexts)
+        handle = _kernels.batch(
+            len(queries),
+            int(cu_seqlens_q[-1]),
+            page_size,
+            int(queries.max(initial=0)),
+            int(contexts.max(initial=0)),
+            cu_seqlens_q.ctypes.data,
+            contexts.ctypes.data,
+            page_indptr.ctypes.data,
+            pages.ctypes.data,
+            len(groups.lens),
+            groups.indptr.ctypes.data,
+            groups.seqs.ctypes.data,
+            groups.lens.ctypes.data,
+        )
+        return cls(
+            page_size,
+            int(cu_seqlens_q[-1]),
+            cu_seqlens_q,
+            contexts,
+            page_indptr,
+            pages,
+            groups,
+            handle,
+        )
+
+
+class StepContext:
+    """A step: the pool of pages, [num_pages, shape.elems], what a page holds, and the batch."""
+
+    def __init__(self, pool: torch.Tensor, shape: PageShape, batch: RaggedBatch) -> None:
+        """ValueError where the pool is not of that shape, or the batch names pages beyond it."""
+        dtype = getattr(torch, shape.dtype)
+        if pool.ndim != 2 or pool.shape[1] < shape.elems or pool.dtype != dtype:
+            raise ValueError(
+                f"the pool is {tuple(pool.shape)} of {pool.dtype}; its pages hold "
+                f"{shape.elems} elements of {dtype}"
+            )
+        if pool.stride(1) != 1:
+            raise ValueError("a page of the pool must be contiguous")
+        if batch.page_size != shape.page_size:
+            raise ValueError(f"pages of {batch.page_size} tokens, the pool has {shape.page_size}")
+        if len(batch.pages) and not (
+            batch.pages.min() >= 0 and batch.pages.max() < pool.shape[0]
+        ):
+            raise ValueError(f"page ids must lie in [0, {pool.shape[0]})")
+        self.pool = pool
+        self.shape = shape
+        self.batch = batch
+        self.dtype = dtype
+        self.dtype_code = DTYPE_CODES[dtype]
+        self.pool_address = pool.data_ptr()
+        self.page_stride = pool.stride(0)
+
+
+class _Current(threading.local):
+    step: StepContext | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def attention_step(step: StepContext) -> Iterator[None]:
+    """Makes `step` the one that this thread's attention ops belong to."""
+    previous = _current.step
+    _current.step = step
+    try:
+        yield
+    finally:
+        _current.step = previous
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Append k and v to the current step's pages, then attend. Returns [tokens, q_heads, head_dim].
+
+    q is [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim], in the pool's dtype,
+    the last dimension contiguous; without k and v nothing is appended. `window` 0 and `softcap` 0
+    mean none; sinks is [q_heads]. ValueError for anything else; RuntimeError outside a step.
+    """
+    step = _current.step
+    if step is None:
+        raise RuntimeError("paged_attention runs inside `attention_step` only")
+    spec = step.shape.layers[layer]
+    tokens, q_heads, head_dim = q.shape
+    kv_shape = (tokens, spec.kv_heads, spec.head_dim)
+    if (
+        head_dim != spec.head_dim
+        or q_heads % spec.kv_heads
+        or tokens != step.batch.num_tokens
+        or q.dtype != step.dtype
+        or q.stride(2) != 1
+    ):
+        raise ValueError(
+            f"q is {tuple(q.shape)} of {q.dtype}, strides {q.stride()}; layer {layer} takes "
+            f"{step.batch.num_tokens} tokens, a multiple of {spec.kv_heads} heads of "
+            f"{spec.head_dim} in {step.dtype}"
+        )
+    k_args = v_args = (0, 0, 0)
+    if k is not None and v is not None:
+        for x in (k, v):
+            if x.shape != kv_shape or x.dtype != step.dtype or x.stride(2) != 1:
+                raise ValueError(
+                    f"keys or values are {tuple(x.shape)} of {x.dtype}, strides {x.stride()}; "
+                    f"layer {layer} takes {kv_shape} in {step.dtype}"
+                )
+        k_args = (k.data_ptr(), k.stride(0), k.stride(1))
+        v_args = (v.data_ptr(), v.stride(0), v.stride(1))
+    if window < 0 or softcap < 0:
+        raise ValueError(f"window {window} and softcap {softcap} must not be negative")
+    if sinks is not None:
+        if sinks.shape != (q_heads,):
+            raise ValueError(f"sinks are {tuple(sinks.shape)}, not one for each of {q_heads} heads")
+        sinks = sinks.to(torch.float32).contiguous()
+    out = torch.empty((tokens, q_heads, head_dim), dtype=step.dtype)
+    _kernels.attention(
+        step.batch.handle,
+        step.dtype_code,
+        q_heads,
+        spec.kv_heads,
+        head_dim,
+        step.pool_address,
+        step.page_stride,
+        spec.offset,
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        *k_args,
+        *v_args,
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
+        scale,
+        softcap,
+        window,
+        0 if sinks is None else sinks.data_ptr(),
+    )
+    return out
+
+
+def _shape_of(q: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+_library = torch.library.Library("radixsvc", "DEF")
+_library.define(
+    "paged_attention(Tensor q, Tensor? k, Tensor? v, int layer, float scale, int window=0, "
+    "float softcap=0.0, Tensor? sinks=None) -> Tensor"
+)
+_library.impl("paged_attention", paged_attention, "CPU")
+_library.impl("paged_attention", _shape_of, "Meta")
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads that attention on the CPU uses, the calling one included."""
+    _kernels.set_num_threads(num_threads)
+
+
+def build_info() -> dict[str, str]:
+    """The extension's compiler, the CPU instructions in use, and the CUDA architectures built."""
+    return _kernels.build_info()

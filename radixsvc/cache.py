@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixsvc.inspection import check_tree, format_tree
-from radixsvc.node import TOKEN_BYTES, Level, Node, Priority
+from radixsvc.node import TOKEN_BYTES, Account, Level, Node, Priority
 from radixsvc.tree import RadixTree
 from tiers.page import InvariantError, OutOfPages, PageIds, PageState
 
@@ -198,7 +198,7 @@ class PrefixCache:
         queued, and what is queued later on the stream comes after it.
         """
         try:
-            page = self._allocate(1)
+            page = self.allocate(1)
         except OutOfPages:
             return 0
         lease._hold(page)
@@ -207,7 +207,7 @@ class PrefixCache:
         self._copies += 1
         return num_tokens
 
-    def _allocate(self, num_pages: int) -> PageIds:
+    def allocate(self, num_pages: int) -> PageIds:
         """Device pages for writing, at the expense of unused ones. All or nothing: OutOfPages."""
         missing = num_pages - self.device.num_free
         if missing > 0:
@@ -227,11 +227,11 @@ class PrefixCache:
         if pages is not None:
             self.device.free(pages)
 
-    def _enforce_quota(self, node: Node) -> None:
-        account = node.account
+    def _enforce_quota(self, account: Account) -> None:
         quota = account.quota[Level.DEVICE]
         if quota is not None and account.resident[Level.DEVICE] > quota:
             self._evicted += self.tree.evict(account.resident[Level.DEVICE] - quota, account)
+        self._free_dropped()
 
     def _count(self, namespace: str, packed: bytes, cached: int) -> None:
         self._acquired += 1
@@ -277,7 +277,9 @@ class PrefixCache:
     def _unpin(self, pin: Pin) -> None:
         last = [n for n in self.tree.path(pin.node) if n.pins == 1]
         self._pinned_pages -= sum(map(self.tree.num_pages, last))
+        account = pin.node.account
         self.tree.unpin(pin.node)
+        self._enforce_quota(account)
 
     def _expire_pins(self) -> None:
         if self._pins:
@@ -420,7 +422,7 @@ class Lease:
         """Have pages for the first `num_tokens` tokens. OutOfPages changes nothing."""
         missing = -(-num_tokens // self._cache.page_size) - self.num_pages
         if missing > 0:
-            self._hold(self._cache._allocate(missing))
+            self._hold(self._cache.allocate(missing))
 
     def commit(self, num_tokens: int) -> None:
         """The first `num_tokens` tokens have keys and values: share their whole pages.
@@ -454,8 +456,7 @@ class Lease:
             cache._duplicates += len(ours) - int(added.sum())
             self._table[start : start + len(kept)] = kept
         self.num_locked = start + len(kept)
-        cache._enforce_quota(self.node)
-        cache._free_dropped()
+        cache._enforce_quota(self.node.account)
 
     def release(self) -> None:
         """Let go: pages with keys and values stay cached, the others are free. Idempotent."""
@@ -470,8 +471,9 @@ class Lease:
         in_tail = self.num_valid - self.num_locked * cache.page_size
         if 0 < in_tail < cache.page_size and not self.node.account.detached:
             self._share(self.num_locked + 1, self.num_valid)
+        account = self.node.account
         cache.tree.unlock(self.node)
-        cache._free_dropped()
+        cache._enforce_quota(account)
         if self.num_pages > self.num_locked:
             cache.device.free(self._table[self.num_locked : self.num_pages].copy())
         self.num_pages = self.num_locked = 0

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixsvc.bench import workloads
+from radixsvc.bench import simulate, workloads
 from radixsvc.bench.history import Prompt, trace_history, workload_history
-from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy
+from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix
+from radixsvc.errors import SetupError
 
 
 def prompts(*paths: str) -> list[Prompt]:
@@ -154,3 +155,65 @@ def test_a_workload_becomes_a_history() -> None:
     assert found[2] == history[0].total_len < later.prompt_len  # with the reply of the turn before
     both_begin_alike = len(["<system>", "Session"])
     assert sum(hits(Optimum(100_000, history), history)) == sum(found) + both_begin_alike
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(spelled=st.lists(st.text("abc", min_size=1, max_size=8), min_size=1, max_size=30))
+def test_radix_finds_every_token_where_all_fits(page_size: int, spelled: list[str]) -> None:
+    history = prompts(*spelled)
+    radix = Radix(400 // page_size, page_size)
+    assert hits(radix, history) == hits(Optimum(400, history), history)
+    radix.cache.check()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.text("abc", min_size=1, max_size=8), min_size=1, max_size=30))
+def test_radix_stays_below_the_optimum(spelled: list[str]) -> None:
+    history = prompts(*spelled)
+    radix = Radix(6, 2)
+    assert sum(hits(radix, history)) <= sum(hits(Optimum(12, history), history))
+    radix.cache.check()
+
+
+def simulate_on(tmp_path: Path, *options: str) -> argparse.Namespace:
+    path = write_trace(
+        tmp_path / "t.jsonl", *[(1500, [0, 10 + i % 3, 20 + i % 3]) for i in range(12)]
+    )
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    return parser.parse_args(["--trace", str(path), *options])
+
+
+def test_the_simulation_prints_every_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.run(simulate_on(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert "12 requests, 18,000 prompt tokens" in printed
+    rows = {line[:15].strip(): line[15:].split() for line in printed.splitlines()}
+    assert set(simulate.POLICIES) <= set(rows)
+    assert rows["none"][0] == "0.0%"
+    assert rows["radix"][0] == rows["optimum"][0] != "0.0%"
+
+
+def test_a_curve_rises_with_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--curve", "2MiB,200MiB,2GiB", "--json", "--policies", "radix,optimum"]
+    simulate.run(simulate_on(tmp_path, *options))
+    figures = {m["name"]: m["value"] for m in json.loads(capsys.readouterr().out)}
+    curve = [figures[f"{size}: radix: hit rate"] for size in ("2 MiB", "200 MiB", "2 GiB")]
+    assert curve[0] == 0 < curve[2]
+    assert curve == sorted(curve)
+    assert figures["2 MiB: radix: TTFT mean"] == pytest.approx(150)  # 1,500 at 10,000 a second
+
+
+@pytest.mark.parametrize("option", [["--policies", "magic"], ["--trace", "nowhere.jsonl"]])
+def test_bad_options_are_told_in_words(tmp_path: Path, option: list[str]) -> None:
+    with pytest.raises(SetupError, match=r"magic|nowhere"):
+        simulate.run(simulate_on(tmp_path, *option))
+
+
+@pytest.mark.parametrize("text", ["24", "50%", "GiB"])
+def test_sizes_need_units(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        simulate.size(text)

@@ -22,20 +22,18 @@ from typing import Protocol
 import numpy as np
 
 from radixsvc.bench.history import Prompt, common_len
+from radixsvc.cache import PrefixCache
 from radixsvc.request import Sources
+from tiers.page import PageLedger
 
 NEVER = np.iinfo(np.int64).max
 
 
 class Policy(Protocol):
-    name: str
-
     def serve(self, prompt: Prompt) -> Sources: ...
 
 
 class NoCache:
-    name = "none"
-
     def serve(self, prompt: Prompt) -> Sources:
         return Sources(0, 0, 0, prompt.prompt_len)
 
@@ -44,8 +42,6 @@ class Linear:
     """`num_tokens` tokens of buffers. A buffer holds its conversation's last prompt and reply;
     the next turn reuses what it begins with.
     """
-
-    name = "linear"
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -73,8 +69,6 @@ class Paged:
     Pages are freed tail first, so that of one request's pages the last are evicted first.
     """
 
-    name = "paged"
-
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -97,6 +91,31 @@ class Paged:
         return on_device(prompt, hits * self.page_size)
 
 
+class LedgerPages(PageLedger):
+    """A device's pages without the device: states, but nothing to copy."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        pass
+
+
+class Radix:
+    """This product's cache over `num_pages` pages of `page_size` tokens."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.cache = PrefixCache(LedgerPages(num_pages), page_size)
+
+    def serve(self, prompt: Prompt) -> Sources:
+        if self.cache.num_pages_for(prompt.total_len) > self.cache.device.num_pages:
+            return Sources(0, 0, 0, prompt.prompt_len)
+        tokens = prompt.tokens()
+        lease = self.cache.acquire("", tokens[: prompt.prompt_len])
+        lease.extend(prompt.total_len)
+        lease.append(tokens[prompt.prompt_len :])
+        lease.commit(prompt.total_len)
+        lease.release()
+        return Sources(*lease.sources, prompt.prompt_len - lease.cached_len)
+
+
 class Optimum:
     """`num_tokens` tokens of memory and knowledge of the future, token by token.
 
@@ -104,8 +123,6 @@ class Optimum:
     prefix is used whenever what follows it is, so among equals the deepest goes and what stays
     is closed under prefixes.
     """
-
-    name = "optimum"
 
     def __init__(self, num_tokens: int, history: Sequence[Prompt]) -> None:
         self.num_tokens = num_tokens

@@ -1,0 +1,261 @@
+"""Replay a trace or a workload against cache policies, with budgets of memory and no model.
+
+Tells which share of prompt tokens each policy would have found where, how much prefill that
+saves and what it makes of the time to first token, so that tier sizes can be chosen before
+memory is bought. Requests run one after another; copies count in the time estimate only:
+
+    TTFT = computed tokens / prefill rate + bytes from host / its bandwidth + the same for disk
+
+The radix policies are this product's own tree, lease and tiers over pages without memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from radixsvc.bench.history import Prompt, trace_history, workload_history
+from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix
+from radixsvc.bench.report import Metric, format_rows
+from radixsvc.bench.workloads import add_workload_arguments, build_workload
+from radixsvc.config import Size
+from radixsvc.errors import SetupError
+
+TTFT_COLUMNS = ("mean", "p50", "p95")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--policies", default=",".join(POLICIES), help="which to compare")
+    add("--device", type=size, default="40GiB", help="device memory for keys and values")
+    add("--host", type=size, default="200GiB", help="host tier")
+    add("--disk", type=size, default="1TiB", help="disk tier")
+    add("--curve", metavar="SIZES", type=sizes, default=[], help="device sizes, e.g. 20GiB,40GiB")
+    add("--bytes-per-token", type=size, default="128KiB", help="keys and values of all layers")
+    add("--page-size", type=int, default=16)
+    add("--prefill-rate", type=float, default=10_000.0, help="tokens/s computed on one device")
+    add("--host-bandwidth", type=size, default="20GB", help="host to device, a second")
+    add("--disk-bandwidth", type=size, default="4GB", help="disk to device, a second")
+    add("--concurrency", type=int, default=8, help="sessions of a workload at once")
+    add("--json", action="store_true", help="for programs")
+    add_workload_arguments(parser)
+
+
+def size(text: str) -> int:
+    """Bytes of "24GiB"."""
+    try:
+        if "%" in text:
+            raise ValueError("a share of what? write 24GiB or 500MB")
+        return Size(text).resolve(0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def sizes(text: str) -> list[int]:
+    return [size(part) for part in text.split(",")]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of each tier in pages, and what a token takes."""
+
+    device: int
+    host: int
+    disk: int
+    page_size: int
+
+    @property
+    def device_tokens(self) -> int:
+        return self.device * self.page_size
+
+    @property
+    def all_tokens(self) -> int:
+        return (self.device + self.host + self.disk) * self.page_size
+
+
+POLICIES: dict[str, Callable[[Budget, Sequence[Prompt]], Policy]] = {
+    "none": lambda budget, history: NoCache(),
+    "linear": lambda budget, history: Linear(budget.device_tokens),
+    "paged": lambda budget, history: Paged(budget.device, budget.page_size),
+    "radix": lambda budget, history: Radix(budget.device, budget.page_size),
+    "optimum": lambda budget, history: Optimum(budget.device_tokens, history),
+    "optimum of all": lambda budget, history: Optimum(budget.all_tokens, history),
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a token costs by where it comes from, in seconds."""
+
+    computed: float
+    host: float
+    disk: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a policy made of a history. Shares are of prompt tokens; times in seconds."""
+
+    policy: str
+    hit: float
+    device: float
+    host: float
+    disk: float
+    later_hit: float  # of turns after a conversation's first
+    saved_tokens: int
+    too_long: int  # requests that do not fit on the device
+    ttft: dict[str, float]
+    later_ttft: dict[str, float]
+    seconds: float  # the simulation took
+
+
+def replay(name: str, history: Sequence[Prompt], budget: Budget, costs: Costs) -> Result:
+    policy = POLICIES[name](budget, history)
+    started = time.perf_counter()
+    found = np.array([_as_row(policy, prompt) for prompt in history], np.int64).reshape(-1, 4)
+    seconds = time.perf_counter() - started
+    later = np.array([prompt.turn > 0 for prompt in history], np.bool_)
+    ttft = found @ np.array([0.0, costs.host, costs.disk, costs.computed])
+    total = max(1, int(found.sum()))
+    device, host, disk, computed = (int(n) for n in found.sum(axis=0))
+    return Result(
+        policy=name,
+        hit=1 - computed / total,
+        device=device / total,
+        host=host / total,
+        disk=disk / total,
+        later_hit=float(found[later, :3].sum() / max(1, found[later].sum())),
+        saved_tokens=total - computed,
+        too_long=sum(prompt.total_len > budget.device_tokens for prompt in history),
+        ttft=_quantiles(ttft),
+        later_ttft=_quantiles(ttft[later]),
+        seconds=seconds,
+    )
+
+
+def _as_row(policy: Policy, prompt: Prompt) -> tuple[int, int, int, int]:
+    found = policy.serve(prompt)
+    return found.device, found.host, found.disk, found.computed
+
+
+def _quantiles(seconds: np.ndarray) -> dict[str, float]:
+    if not len(seconds):
+        return dict.fromkeys(TTFT_COLUMNS, 0.0)
+    p50, p95 = np.percentile(seconds, (50, 95))
+    return {"mean": float(seconds.mean()), "p50": float(p50), "p95": float(p95)}
+
+
+def run(args: argparse.Namespace) -> int:
+    history = load_history(args)
+    names = args.policies.split(",")
+    unknown = [name for name in names if name not in POLICIES]
+    if unknown:
+        raise SetupError(f"--policies: {unknown[0]!r} is none of {', '.join(POLICIES)}", 2)
+    page_bytes = args.page_size * args.bytes_per_token
+    costs = Costs(
+        computed=1 / args.prefill_rate,
+        host=args.bytes_per_token / args.host_bandwidth,
+        disk=args.bytes_per_token / args.disk_bandwidth,
+    )
+    curve = []
+    for device in args.curve or [args.device]:
+        budget = Budget(
+            device // page_bytes, args.host // page_bytes, args.disk // page_bytes, args.page_size
+        )
+        results = []
+        for name in names:
+            note(args, f"{describe(device)}: {name} ...")
+            results.append(replay(name, history, budget, costs))
+        curve.append((device, results))
+    if args.json:
+        json.dump([asdict(m) for m in metrics(curve)], sys.stdout, indent=1)
+        print()
+    else:
+        print(heading(args, history))
+        print(curve_table(curve) if args.curve else result_table(curve[0][1]))
+    return 0
+
+
+def load_history(args: argparse.Namespace) -> list[Prompt]:
+    """Of the trace where one is named, else of the workload."""
+    try:
+        if args.trace:
+            return trace_history(Path(args.trace), args.limit)
+        return workload_history(build_workload(args), args.concurrency)
+    except (OSError, ValueError) as error:
+        raise SetupError(str(error), 2) from error
+
+
+def note(args: argparse.Namespace, text: str) -> None:
+    """Progress for whoever watches a terminal."""
+    if not args.json and sys.stderr.isatty():
+        print(text, end="\x1b[K\r", file=sys.stderr, flush=True)
+
+
+def describe(num_bytes: int) -> str:
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.4g} {unit}"
+    return f"{num_bytes} B"
+
+
+def heading(args: argparse.Namespace, history: Sequence[Prompt]) -> str:
+    total = sum(prompt.prompt_len for prompt in history)
+    memory = "" if args.curve else f"device {describe(args.device)}, "
+    return (
+        f"{args.trace or args.workload}: {len(history):,} requests, {total:,} prompt tokens, "
+        f"{1 + max((p.session for p in history), default=-1):,} conversations\n"
+        f"{memory}host {describe(args.host)}, disk {describe(args.disk)}, "
+        f"{describe(args.bytes_per_token)} a token, pages of {args.page_size}\n"
+    )
+
+
+def result_table(results: Sequence[Result]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("policy", "hit", "device", "host", "disk", "later turns", "tokens saved",
+         "TTFT mean", "p50", "p95", "later mean", "too long", "run in")
+    ]  # fmt: skip
+    for r in results:
+        shares = [f"{100 * s:.1f}%" for s in (r.hit, r.device, r.host, r.disk, r.later_hit)]
+        times = [f"{1000 * r.ttft[name]:,.0f} ms" for name in TTFT_COLUMNS]
+        times.append(f"{1000 * r.later_ttft['mean']:,.0f} ms")
+        saved, seconds = f"{r.saved_tokens:,}", f"{r.seconds:.1f} s"
+        rows.append((r.policy, *shares, saved, *times, str(r.too_long), seconds))
+    return format_rows(rows)
+
+
+def curve_table(curve: Sequence[tuple[int, Sequence[Result]]]) -> str:
+    """Hit rates over device sizes."""
+    rows: list[tuple[str, ...]] = [("device", *(r.policy for r in curve[0][1]))]
+    rows += [(describe(d), *(f"{100 * r.hit:.2f}%" for r in results)) for d, results in curve]
+    return format_rows(rows)
+
+
+def metrics(curve: Sequence[tuple[int, Sequence[Result]]]) -> list[Metric]:
+    found = []
+    for device, results in curve:
+        for r in results:
+            name = f"{describe(device)}: {r.policy}: "
+            found += [
+                Metric(name + "hit rate", 100 * r.hit, "%", None, True),
+                Metric(name + "hit rate, later turns", 100 * r.later_hit, "%", None, True),
+                *(
+                    Metric(name + f"found on {tier}", 100 * getattr(r, tier), "%", None, True)
+                    for tier in ("device", "host", "disk")
+                ),
+                Metric(name + "prefill tokens saved", r.saved_tokens, "tokens", None, True),
+                *(Metric(f"{name}TTFT {q}", 1000 * t, "ms") for q, t in r.ttft.items()),
+                *(
+                    Metric(f"{name}TTFT {q}, later turns", 1000 * t, "ms")
+                    for q, t in r.later_ttft.items()
+                ),
+                Metric(name + "simulated in", r.seconds, "s"),
+            ]
+    return found

@@ -90,7 +90,7 @@ class Engine:
         self.sizer = ChunkSizer(config.scheduler)
         self.ready = False
         self.failed: BaseException | None = None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.on_failure: Callable[[BaseException], object] = lambda error: None
         room = device.num_pages * cache.page_size
         self.max_request_tokens = min(model.info.max_context, room)
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)

@@ -104,6 +104,13 @@ class Draining(ServiceError):
     code = "draining"
 
 
+class NotReady(ServiceError):
+    """The model is still being loaded."""
+
+    status = 503
+    code = "not_ready"
+
+
 class EngineFailed(ServiceError):
     """The step that held this request failed; the request was ended, others were not."""
 

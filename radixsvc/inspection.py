@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from radixsvc.node import ABSENT, PAGE_ID_BYTES, PAGES, PINNED_CLASS, Node, resident
@@ -110,16 +112,22 @@ def _require(claim: bool, otherwise: str) -> None:
         raise InvariantError(otherwise)
 
 
-def format_tree(tree: RadixTree, max_nodes: int = 200) -> str:
+def format_tree(
+    tree: RadixTree, max_nodes: int = 200, visible: Callable[[str], bool] | None = None
+) -> str:
     """The tree as text: tokens, pages by tier, references, last use; no token ids.
+
+    `visible` picks namespaces; without it all are shown, flushed ones too.
 
     "6:team a" 34 tokens
       16 tokens  device 1  refs 1  used 5
         18 tokens  device 2  host 1  used 4
     """
     lines: list[str] = []
-    named = [*((repr(name), root) for name, root in tree.roots.items())]
-    named += [("(flushed)", root) for root in tree.detached]
+    shown = (n for n in tree.roots if visible is None or visible(n))
+    named = [(repr(name), tree.roots[name]) for name in shown]
+    if visible is None:
+        named += [("(flushed)", root) for root in tree.detached]
     for name, root in named:
         lines.append(name)
         stack = [(child, 1) for child in root.children or ()]

@@ -1,0 +1,192 @@
+"""Who calls, what of the cache is theirs, and whether they may come in now.
+
+A namespace is made here, from the configured name of the caller's key, never from what a client
+says alone: a `cache_salt` can only divide it further. Parts are framed by their lengths, so that
+("a", "bc") and ("ab", "c") stay apart. The name, not the secret, counts: a key can be replaced
+by a new one of the same name and finds the cache of the old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from aiohttp import web
+
+from radixsvc.cache import namespace_key
+from radixsvc.codec import body_encoding, decode
+from radixsvc.config import Config
+from radixsvc.errors import (
+    AuthenticationFailed,
+    Draining,
+    NotReady,
+    PermissionDenied,
+    QueueFull,
+    RequestTooSlow,
+    SetupError,
+    UnsupportedMediaType,
+)
+
+if TYPE_CHECKING:
+    from radixsvc.metrics import Metrics
+    from radixsvc.startup import Backend
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The name of the key a request came with, and whether it is an administrator's."""
+
+    name: str
+    admin: bool
+
+    def namespace(self, salt: str | None) -> str:
+        """The part of the cache that is this caller's."""
+        return namespace_key(self.name, salt or "")
+
+
+@dataclass(frozen=True)
+class _Key:
+    caller: Caller
+    digest: bytes
+
+
+class KeyRing:
+    """API keys as SHA-256 digests. Without any, everyone is an administrator without a name.
+
+    The file has a key a line, `NAME use|admin KEY`, where KEY is the secret itself or
+    `sha256:` and its hexadecimal digest. Secrets are long and random, so one hash is enough.
+    """
+
+    def __init__(self, keys: list[_Key]) -> None:
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @classmethod
+    def load(cls, file: str) -> KeyRing:
+        """Read `file`, or systemd's credential "keys" where none is named. SetupError."""
+        credentials = os.environ.get("CREDENTIALS_DIRECTORY")
+        if not file and credentials and Path(credentials, "keys").exists():
+            file = str(Path(credentials, "keys"))
+        if not file:
+            return cls([])
+        try:
+            lines = Path(file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SetupError(f"the keys file {file} can't be read: {error}") from None
+        keys = []
+        for number, line in enumerate(lines, 1):
+            parts = line.split()
+            if not parts or parts[0].startswith("#"):
+                continue
+            if len(parts) != 3 or parts[1] not in ("use", "admin"):
+                raise SetupError(f"{file}, line {number}: write NAME use|admin KEY")
+            keys.append(_Key(Caller(parts[0], parts[1] == "admin"), _digest(parts[2])))
+        if not keys:
+            raise SetupError(f"{file} holds no keys: write NAME use|admin KEY, one a line")
+        return cls(keys)
+
+    def identify(self, authorization: str | None) -> Caller:
+        """The caller behind an `Authorization: Bearer KEY` header. AuthenticationFailed."""
+        if not self._keys:
+            return Caller("", admin=True)
+        scheme, _, secret = (authorization or "").partition(" ")
+        digest = hashlib.sha256(secret.strip().encode()).digest()
+        found = None
+        for key in self._keys:  # all of them: how long it takes tells nothing
+            if hmac.compare_digest(key.digest, digest):
+                found = key.caller
+        if found is None or scheme.lower() != "bearer":
+            raise AuthenticationFailed("send a valid API key as 'Authorization: Bearer KEY'")
+        return found
+
+
+def _digest(key: str) -> bytes:
+    if not key.startswith("sha256:"):
+        return hashlib.sha256(key.encode()).digest()
+    try:
+        digest = bytes.fromhex(key.removeprefix("sha256:"))
+    except ValueError:
+        digest = b""
+    if len(digest) != 32:
+        raise SetupError("a key after 'sha256:' is 64 hexadecimal digits")
+    return digest
+
+
+@dataclass
+class Edge:
+    """What every handler needs. `backend` is None until the model is loaded."""
+
+    config: Config
+    keys: KeyRing
+    metrics: Metrics
+    backend: Backend | None = None
+    draining: bool = False
+    failure: BaseException | None = None
+    in_flight: Counter[str] = field(default_factory=Counter)
+    on_failure: Callable[[], None] = lambda: None
+
+    def fail(self, error: BaseException) -> None:
+        """The service can't go on: the process is to end with a status that says so."""
+        self.failure = error
+        self.on_failure()
+
+    @property
+    def ready(self) -> bool:
+        """A real forward pass was done, nothing broke since, and we are not leaving."""
+        return self.backend is not None and self.backend.engine.ready and not self.draining
+
+    def ready_backend(self) -> Backend:
+        """The model and its engine; NotReady or Draining where they take no requests."""
+        if self.draining:
+            raise Draining("the service is shutting down; use another instance", retry_after=5.0)
+        if self.backend is None or not self.backend.engine.ready:
+            raise NotReady("the model is still loading; retry in a moment", retry_after=2.0)
+        return self.backend
+
+    @contextmanager
+    def place(self, caller: Caller) -> Iterator[None]:
+        """One of the caller's places among the requests in flight. QueueFull if none is left."""
+        limit = self.config.server.max_concurrent
+        if limit and self.in_flight[caller.name] >= limit:
+            raise QueueFull(f"this key has {limit} requests in flight already", retry_after=1.0)
+        self.in_flight[caller.name] += 1
+        try:
+            yield
+        finally:
+            self.in_flight[caller.name] -= 1
+
+
+EDGE = web.AppKey("edge", Edge)
+CALLER = web.RequestKey("caller", Caller)
+REQUEST_ID = web.RequestKey("request_id", str)
+
+
+def require_admin(request: web.Request) -> None:
+    if not request[CALLER].admin:
+        raise PermissionDenied("this needs a key with the role 'admin'")
+
+
+async def read_body(request: web.Request, kind: type[T]) -> T:
+    """The request's body as `kind`, within the limits of size, time and nesting."""
+    encoding = body_encoding(request.content_type if request.headers.get("Content-Type") else "")
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise UnsupportedMediaType("compressed bodies are not taken: send it as it is")
+    seconds = request.app[EDGE].config.server.read_seconds
+    try:
+        async with asyncio.timeout(seconds):
+            body = await request.read()
+    except TimeoutError:
+        raise RequestTooSlow(f"the body did not arrive within {seconds:g} s") from None
+    return decode(body, encoding, kind)

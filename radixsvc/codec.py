@@ -1,0 +1,150 @@
+"""Bytes to typed bodies and back, in either encoding, within limits.
+
+A hostile body can cost memory far beyond its length: an empty map is one byte of msgpack and 64
+bytes of Python, so maps and arrays are counted as they are built. Both decoders bound nesting.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from radixsvc.errors import InvalidRequest, NotAcceptable, UnsupportedMediaType
+from radixsvc.request import Tokens
+
+T = TypeVar("T")
+
+MSGPACK_TYPES = ("application/vnd.msgpack", "application/msgpack", "application/x-msgpack")
+JSON_TYPES = ("application/json", "text/event-stream", "application/*", "text/*", "*/*")
+MAX_CONTAINERS = 65_536
+MAX_MAP_ITEMS = 4_096
+MAX_TEMPLATE_NESTING = 32
+
+
+class Encoding(StrEnum):
+    JSON = "application/json"
+    MSGPACK = "application/vnd.msgpack"
+
+
+def body_encoding(content_type: str) -> Encoding:
+    """415 for anything but the two encodings."""
+    if content_type in MSGPACK_TYPES:
+        return Encoding.MSGPACK
+    if content_type == "application/json":
+        return Encoding.JSON
+    raise UnsupportedMediaType(
+        f"content-type {content_type!r} is not understood: send application/json or "
+        f"{MSGPACK_TYPES[0]}"
+    )
+
+
+def answer_encoding(accept: str, content_type: str) -> Encoding:
+    """The first of `accept` that we have; `*/*` or none means: as the body came. Else 406."""
+    for item in accept.split(",") if accept.strip() else ["*/*"]:
+        media = item.partition(";")[0].strip().lower()
+        if media in MSGPACK_TYPES or (media == "*/*" and content_type in MSGPACK_TYPES):
+            return Encoding.MSGPACK
+        if media in JSON_TYPES:
+            return Encoding.JSON
+    raise NotAcceptable(
+        f"nothing in accept {accept!r} is on offer: ask for application/json or {MSGPACK_TYPES[0]}"
+    )
+
+
+def encode(value: Any, encoding: Encoding) -> bytes:
+    """A struct or plain data as bytes."""
+    if encoding is Encoding.MSGPACK:
+        return msgspec.msgpack.encode(value)
+    return msgspec.json.encode(value)
+
+
+def decode(body: bytes, encoding: Encoding, kind: type[T]) -> T:
+    """`body` as `kind`; InvalidRequest says which field is wrong, never what it held."""
+    try:
+        if encoding is Encoding.JSON:
+            return msgspec.json.decode(body, type=kind)
+        return msgspec.convert(_unpack(body), kind)
+    except msgspec.ValidationError as error:
+        words, _, path = str(error).partition(" - at `")
+        param = path.rstrip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
+        if not param and (missing := re.search(r"required field `(\w+)`", words)):
+            param = missing[1]
+        raise InvalidRequest(f"{param}: {words}" if param else words, param=param or None) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except (ValueError, msgpack.UnpackException, TypeError, OverflowError):
+        raise InvalidRequest(f"the body is not well-formed {encoding}, or over a limit") from None
+
+
+def _unpack(body: bytes) -> Any:
+    num_containers = 0
+
+    def count(container: Any) -> Any:
+        nonlocal num_containers
+        num_containers += 1
+        if num_containers > MAX_CONTAINERS:
+            raise ValueError("too many maps and arrays")
+        return container
+
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=len(body) + 1,
+        max_map_len=MAX_MAP_ITEMS,
+        max_array_len=len(body),
+        max_ext_len=0,
+        object_hook=count,
+        list_hook=count,
+    )
+    unpacker.feed(body)
+    value = unpacker.unpack()
+    if unpacker.tell() != len(body):
+        raise ValueError("bytes after the end of the body")
+    return value
+
+
+def token_ids(value: Any, param: str, vocab_size: int) -> Tokens:
+    """Token ids from an array of integers or a bin of little-endian int32; all within the
+    vocabulary, at least one."""
+    ids: npt.NDArray[Any]
+    if isinstance(value, bytes):
+        if len(value) % 4:
+            raise InvalidRequest(f"{param}: a bin of token ids holds int32", param=param)
+        ids = np.frombuffer(value, "<i4").astype(np.int32, copy=False)
+    else:
+        try:
+            ids = np.array(value)
+        except (ValueError, OverflowError):  # ragged, or beyond 64 bits
+            ids = np.empty((0, 0), np.int64)
+        if ids.ndim != 1 or ids.dtype != np.int64 or bool in set(map(type, value)):
+            raise InvalidRequest(f"{param} should be text or token ids", param=param)
+    if len(ids) == 0:
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+    # As unsigned, a negative id is a large one.
+    if int(ids.view(np.uint32 if ids.itemsize == 4 else np.uint64).max()) >= vocab_size:
+        raise InvalidRequest(
+            f"{param}: token ids run from 0 to {vocab_size - 1} for this model", param=param
+        )
+    return ids.astype(np.int32, copy=False)
+
+
+def canonical(value: Any, param: str, sort: bool, depth: int = 0) -> Any:
+    """`value`, its maps by sorted keys if `sort`; InvalidRequest where nested too deeply."""
+    if depth > MAX_TEMPLATE_NESTING:
+        raise InvalidRequest(f"{param} is nested too deeply", param=param)
+    if isinstance(value, bytes) or (isinstance(value, dict) and any(map(_is_bytes, value))):
+        raise InvalidRequest(f"{param} should hold text, not bins", param=param)
+    if isinstance(value, dict):
+        keys = sorted(value) if sort else list(value)
+        return {key: canonical(value[key], param, sort, depth + 1) for key in keys}
+    if isinstance(value, list):
+        return [canonical(item, param, sort, depth + 1) for item in value]
+    return value
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, bytes)

@@ -1,0 +1,156 @@
+"""From a configuration to a running engine: fetch, load, size the tiers, wire them together."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from radixsvc.attention import set_num_threads
+from radixsvc.cache import PrefixCache
+from radixsvc.checkpoint import available_memory
+from radixsvc.config import Config
+from radixsvc.engine import Engine, EngineConfig
+from radixsvc.errors import SetupError
+from radixsvc.fetch import fetch
+from radixsvc.model import ModelInfo, describe, load_model
+from radixsvc.scheduler import SchedulerConfig
+from radixsvc.tokenizer import Tokenizer
+from tiers.device import DeviceTier
+from tiers.page import PageShape
+
+log = logging.getLogger("radixsvc.startup")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A model with its engine and tokenizer, as the edge sees it."""
+
+    model_name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    info: ModelInfo
+    created: int  # Unix seconds
+
+
+def build_backend(config: Config) -> Backend:
+    """Everything that answers requests, not started yet. SetupError says why it can't be."""
+    path = fetch(config.model.name or None)
+    device = pick_device(config.model.device)
+    set_num_threads(torch.get_num_threads())
+    model = load_model(path, _dtype(config), device)
+    shape = model.page_shape(config.tiers.device.page_size)
+    pages = num_device_pages(config, shape, device)
+    tier = DeviceTier(shape, pages, device)
+    cache = PrefixCache(tier, shape.page_size)
+    for name, quota in config.quotas.items():
+        cache.set_quota(name, quota.device.resolve(pages * shape.nbytes) // shape.nbytes)
+    scheduler = SchedulerConfig(
+        max_running=config.scheduler.max_running,
+        max_waiting=config.scheduler.max_waiting,
+        step_seconds=config.scheduler.step_seconds,
+        max_chunk=config.scheduler.max_chunk,
+        share_running_prefixes=config.scheduler.share_running_prefixes,
+    )
+    engine = Engine(
+        model, tier, cache, EngineConfig(scheduler, stream_deadline=config.server.write_seconds)
+    )
+    if config.model.max_context:
+        engine.max_request_tokens = min(engine.max_request_tokens, config.model.max_context)
+    log.info("%s on %s in %s", model.info.name, device, model.info.dtype)
+    for line in describe_tiers(config, shape, device).splitlines():
+        log.info("%s", line)
+    return Backend(model.info.name, engine, Tokenizer(path), model.info, int(time.time()))
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one that torch can use."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SetupError(f"model.device {name!r}: write cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SetupError("model.device is cuda, but torch finds no GPU: see radixsvc doctor")
+    return device
+
+
+def _dtype(config: Config) -> str | None:
+    return None if config.model.dtype == "auto" else config.model.dtype
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes that pages on this device could take."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return available_memory()
+
+
+def num_device_pages(config: Config, shape: PageShape, device: torch.device) -> int:
+    """Pages that fit `tiers.device.size`. SetupError where it is too little, or too much."""
+    available = device_memory(device)
+    size = config.tiers.device.size
+    wanted = size.resolve(available)
+    if wanted > available:
+        raise SetupError(
+            f"tiers.device.size is {size} and {available / 2**30:.1f} GiB are available: "
+            "set it lower, or as a share such as 50%"
+        )
+    num_pages = wanted // (shape.nbytes + PAGE_METADATA)
+    if num_pages < 8:
+        raise SetupError(
+            f"tiers.device.size is {size}, which holds {num_pages} pages of "
+            f"{shape.nbytes / 2**20:.1f} MiB: at least 8 are needed"
+        )
+    return int(num_pages)
+
+
+PAGE_METADATA = 128  # bytes of ledger and tree a page takes at most, beside its own
+
+
+def describe_tiers(config: Config, shape: PageShape, device: torch.device) -> str:
+    """Pages and tokens of each tier, a line each."""
+    available = {
+        "device": device_memory(device),
+        "host": available_memory(),
+        "disk": disk_space(config.tiers.disk.path),
+    }
+    sizes = {
+        "device": config.tiers.device.size,
+        "host": config.tiers.host.size,
+        "disk": config.tiers.disk.size,
+    }
+    lines = []
+    for name, size in sizes.items():
+        num_bytes = size.resolve(available[name])
+        pages = num_bytes // (shape.nbytes + PAGE_METADATA)
+        lines.append(
+            f"{name}: {num_bytes / 2**30:.2f} GiB ({size}), {pages:,} pages, "
+            f"{pages * shape.page_size:,} tokens"
+        )
+    return "\n".join(lines)
+
+
+def capacity(config: Config) -> str:
+    """`describe_tiers` for a model that is not loaded."""
+    device = pick_device(config.model.device)
+    info = describe(fetch(config.model.name or None), _dtype(config), device)
+    shape = info.page_shape(config.tiers.device.page_size)
+    head = f"{info.name}, {info.dtype} on {device}: {shape.nbytes:,} bytes a page"
+    return f"{head}\n{describe_tiers(config, shape, device)}"
+
+
+def disk_space(path: str) -> int:
+    """Free bytes where `path` is, or will be."""
+    if not path:
+        return 0
+    folder = Path(path)
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,173 @@
+"""Tools: how they reach the prompt, and how a model's text becomes tool calls again.
+
+Two formats cover the chat templates of the allowed families:
+
+    hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list in one pair of tags
+    llama    {"name": ..., "parameters": {...}} as the whole reply
+
+A template that knows nothing of tools gets them described in its system message, hermes style.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+import msgspec
+
+from radixsvc.codec import canonical
+from radixsvc.errors import InvalidRequest
+from radixsvc.protocol import ChatRequest, Function, Message, Tool, ToolCall, ToolChoice
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+INSTRUCTIONS = (
+    "You may call functions. These are their signatures, one JSON object a line:\n{tools}\n"
+    'To call one, answer with <tool_call>{{"name": NAME, "arguments": OBJECT}}</tool_call> alone.'
+)
+
+
+def template_tools(tools: list[Tool], sort: bool) -> list[dict[str, Any]]:
+    """Tool definitions for the chat template. Sorted by name and key, the order in which a client
+    happens to list them does not change the prompt, and so does not split the tree."""
+    plain = [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in tools]
+    ordered: list[dict[str, Any]] = canonical(plain, "tools", sort)
+    return sorted(ordered, key=lambda tool: str(tool["function"]["name"])) if sort else ordered
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages for the chat template: text joined, arguments of tool calls as objects."""
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: Message, param: str) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        if any(part.type not in ("text", "refusal") for part in content):
+            raise InvalidRequest(
+                f"{param}.content: this service understands text alone", param=f"{param}.content"
+            )
+        content = "".join(part.text or "" for part in content)
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.name:
+        plain["name"] = message.name
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [_template_call(call, param) for call in message.tool_calls]
+    return plain
+
+
+def _template_call(call: ToolCall, param: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = call.function.arguments
+    function = {"name": call.function.name, "arguments": canonical(arguments, param, False)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def describe_tools(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """`messages` for a template without tools: described in the system message, calls as text."""
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = INSTRUCTIONS.format(tools=lines)
+    first = messages[0] if messages[0]["role"] == "system" else None
+    head = {"role": "system", "content": f"{first['content']}\n\n{text}" if first else text}
+    rest = []
+    for message in messages[1:] if first else messages:
+        calls = [
+            OPEN + json.dumps(call["function"], ensure_ascii=False) + CLOSE
+            for call in message.get("tool_calls", ())
+        ]
+        role = "user" if message["role"] == "tool" else message["role"]
+        rest.append({"role": role, "content": "\n".join([message["content"], *calls]).strip()})
+    return [head, *rest]
+
+
+def forced_start(body: ChatRequest, style: str) -> str:
+    """What the reply has to begin with, for a `tool_choice` that demands a call."""
+    if body.tool_choice == "required":
+        return OPEN + "\n" if style == "hermes" else '{"name": "'
+    if isinstance(body.tool_choice, ToolChoice):
+        name = body.tool_choice.function.name
+        if name not in {tool.function.name for tool in body.tools or ()}:
+            raise InvalidRequest(f"tool_choice names {name!r}, which tools does not list",
+                                 param="tool_choice")  # fmt: skip
+        quoted = json.dumps(name)
+        if style == "hermes":
+            return f'{OPEN}\n{{"name": {quoted}, "arguments": '
+        return f'{{"name": {quoted}, "parameters": '
+    return ""
+
+
+class ToolCallParser:
+    """Splits a reply, as it arrives, into text to show and whole tool calls.
+
+    Text that may be a call is held back. What turns out not to be one is shown as it is.
+    """
+
+    def __init__(self, names: frozenset[str], start: str = "") -> None:
+        self.calls: list[ToolCall] = []
+        self._names = names
+        self._held = start
+        self._shown = False
+
+    def push(self, text: str) -> str:
+        """More of the reply; returns the text that may be shown now."""
+        self._held += text
+        if not self._shown and self._held.lstrip().startswith("{"):
+            return ""  # a reply that is all JSON: decided at its end
+        shown = ""
+        while (start := self._held.find(OPEN)) >= 0:
+            end = self._held.find(CLOSE, start)
+            if end < 0:
+                return shown + self._show(start)
+            shown += self._show(start)
+            inner, whole = self._held[len(OPEN) : end - start], end - start + len(CLOSE)
+            if self._read(inner):
+                self._held = self._held[whole:].lstrip("\n")
+            else:
+                shown += self._show(whole)
+        keep = next(n for n in range(len(OPEN) - 1, -1, -1) if self._held.endswith(OPEN[:n]))
+        return shown + self._show(len(self._held) - keep)
+
+    def flush(self) -> str:
+        """The end of the reply: text that was held back and is no call after all."""
+        inner = self._held.strip().removeprefix(OPEN)
+        rest = "" if self._read(inner) else self._held
+        self._held = ""
+        return rest
+
+    def _show(self, num_chars: int) -> str:
+        shown, self._held = self._held[:num_chars], self._held[num_chars:]
+        self._shown = self._shown or bool(shown.strip())
+        return shown
+
+    def _read(self, text: str) -> bool:
+        """Take `text` in as one or more calls, if it is that."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        calls = found if isinstance(found, list) else [found]
+        functions = []
+        for call in calls:
+            if not isinstance(call, dict) or call.get("name") not in self._names:
+                return False
+            arguments = call.get("arguments", call.get("parameters", {}))
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            functions.append(Function(call["name"], arguments))
+        for function in functions:
+            self.calls.append(
+                ToolCall(
+                    function=function,
+                    id=f"call_{secrets.token_hex(12)}",
+                    type="function",
+                    index=len(self.calls),
+                )
+            )
+        return bool(functions)

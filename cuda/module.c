@@ -6,7 +6,9 @@
 #include "kernels.h"
 #include "threads.h"
 
-#ifndef RX_CUDA_ARCHS
+#ifdef RX_CUDA_ARCHS /* given where the CUDA kernels are built in */
+#define RX_WITH_CUDA
+#else
 #define RX_CUDA_ARCHS ""
 #endif
 
@@ -83,6 +85,15 @@ static const char BATCH[] = "tiers._kernels.batch";
 
 static void free_batch(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, BATCH)); }
 
+static PyObject *new_batch(struct rx_batch b) {
+    struct rx_batch *kept = PyMem_Malloc(sizeof b);
+    if (!kept) return PyErr_NoMemory();
+    *kept = b;
+    PyObject *capsule = PyCapsule_New(kept, BATCH, free_batch);
+    if (!capsule) PyMem_Free(kept);
+    return capsule;
+}
+
 static PyObject *batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
@@ -101,12 +112,7 @@ static PyObject *batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) 
     b.group_seqs = take_pointer(&a);
     b.group_lens = take_pointer(&a);
     if (!finish(&a)) return NULL;
-    struct rx_batch *kept = PyMem_Malloc(sizeof b);
-    if (!kept) return PyErr_NoMemory();
-    *kept = b;
-    PyObject *capsule = PyCapsule_New(kept, BATCH, free_batch);
-    if (!capsule) PyMem_Free(kept);
-    return capsule;
+    return new_batch(b);
 }
 
 static const struct rx_batch *take_batch(struct args *a) {
@@ -157,6 +163,10 @@ static PyObject *attention(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return result(error);
 }
 
+#ifdef RX_WITH_CUDA
+#include "module_cuda.h"
+#endif
+
 static PyObject *set_num_threads(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
@@ -187,6 +197,9 @@ static PyMethodDef methods[] = {
     {"attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL, NULL},
     {"set_num_threads", (PyCFunction)(void (*)(void))set_num_threads, METH_FASTCALL, NULL},
     {"select_isa", select_isa, METH_O, NULL},
+#ifdef RX_WITH_CUDA
+    CUDA_METHODS
+#endif
     {"build_info", build_info, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,9 @@ class RaggedBatch:
     pages: PageIds
     groups: SharedGroups
     handle: _kernels.Batch
+    device: torch.device
+    memory: torch.Tensor | None = None  # on CUDA, what the handle points to
+    num_partials: int = 0  # on CUDA, splits of all decoding sequences
 
     @classmethod
     def build(
@@ -111,8 +114,9 @@ class RaggedBatch:
             raise ValueError(
                 f"sequence {s} is {contexts[s]} tokens long and has {held[s]} pages of {page_size}"
             )
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"no attention kernels for {device} in this build")
+        device = torch.device(device)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"no attention kernels for {device}")
         tables = [table[:n] for table, n in zip(page_tables, needed.tolist(), strict=True)]
         pages = np.concatenate(tables, dtype=np.int32) if tables else np.empty(0, np.int32)
         cu_seqlens_q = np.zeros(len(queries) + 1, np.int32)
@@ -138,7 +142,7 @@ class RaggedBatch:
             groups.seqs.ctypes.data,
             groups.lens.ctypes.data,
         )
-        return cls(
+        batch = cls(
             page_size,
             int(cu_seqlens_q[-1]),
             cu_seqlens_q,
@@ -147,7 +151,34 @@ class RaggedBatch:
             pages,
             groups,
             handle,
+            device,
         )
+        return batch if device.type == "cpu" else batch._uploaded()
+
+    def _uploaded(self) -> RaggedBatch:
+        """The batch and the kernels' work lists on its device, in one piece and one copy."""
+        arrays = (self.cu_seqlens_q, self.kv_lens, self.page_indptr, self.pages)
+        num_words, *_ = _kernels.cuda_plan(self.handle, 0)
+        starts = np.cumsum([0, *map(len, arrays)])
+        staged = torch.empty(int(starts[-1]) + num_words, dtype=torch.int32, pin_memory=True)
+        flat = staged.numpy()
+        for start, array in zip(starts.tolist(), arrays, strict=False):
+            flat[start : start + len(array)] = array
+        plan = _kernels.cuda_plan(self.handle, flat[starts[-1] :].ctypes.data)
+        memory = staged.to(self.device, non_blocking=True)
+        cu_seqlens_q, kv_lens, page_indptr, pages, words = (memory.data_ptr() + 4 * starts).tolist()
+        handle = _kernels.cuda_batch(
+            len(self.kv_lens),
+            self.num_tokens,
+            self.page_size,
+            cu_seqlens_q,
+            kv_lens,
+            page_indptr,
+            pages,
+            words,
+            *plan,
+        )
+        return replace(self, handle=handle, memory=memory, num_partials=plan[-1])
 
 
 class StepContext:
@@ -169,6 +200,8 @@ class StepContext:
             batch.pages.min() >= 0 and batch.pages.max() < pool.shape[0]
         ):
             raise ValueError(f"page ids must lie in [0, {pool.shape[0]})")
+        if pool.device.type != batch.device.type:
+            raise ValueError(f"the pool is on {pool.device}, the batch on {batch.device}")
         self.pool = pool
         self.shape = shape
         self.batch = batch
@@ -176,6 +209,14 @@ class StepContext:
         self.dtype_code = DTYPE_CODES[dtype]
         self.pool_address = pool.data_ptr()
         self.page_stride = pool.stride(0)
+        self._workspace: torch.Tensor | None = None
+
+    def workspace(self, q_heads: int, head_dim: int) -> torch.Tensor:
+        """Memory on the device for the partial results of one layer's decoding sequences."""
+        size = self.batch.num_partials * q_heads * (head_dim + 2)
+        if self._workspace is None or len(self._workspace) < size:
+            self._workspace = torch.empty(size, dtype=torch.float32, device=self.pool.device)
+        return self._workspace
 
 
 class _Current(threading.local):
@@ -210,7 +251,8 @@ def paged_attention(
 
     q is [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim], in the pool's dtype,
     the last dimension contiguous; without k and v nothing is appended. `window` 0 and `softcap` 0
-    mean none; sinks is [q_heads]. ValueError for anything else; RuntimeError outside a step.
+    mean none; sinks is [q_heads]. ValueError for anything else; RuntimeError outside a step,
+    and on CUDA for what its kernels don't support.
     """
     step = _current.step
     if step is None:
@@ -224,11 +266,12 @@ def paged_attention(
         or tokens != step.batch.num_tokens
         or q.dtype != step.dtype
         or q.stride(2) != 1
+        or q.device != step.pool.device
     ):
         raise ValueError(
-            f"q is {tuple(q.shape)} of {q.dtype}, strides {q.stride()}; layer {layer} takes "
-            f"{step.batch.num_tokens} tokens, a multiple of {spec.kv_heads} heads of "
-            f"{spec.head_dim} in {step.dtype}"
+            f"q is {tuple(q.shape)} of {q.dtype} on {q.device}, strides {q.stride()}; layer "
+            f"{layer} takes {step.batch.num_tokens} tokens, a multiple of {spec.kv_heads} heads "
+            f"of {spec.head_dim} in {step.dtype} on {step.pool.device}"
         )
     k_args = v_args = (0, 0, 0)
     if k is not None and v is not None:
@@ -246,8 +289,8 @@ def paged_attention(
         if sinks.shape != (q_heads,):
             raise ValueError(f"sinks are {tuple(sinks.shape)}, not one for each of {q_heads} heads")
         sinks = sinks.to(torch.float32).contiguous()
-    out = torch.empty((tokens, q_heads, head_dim), dtype=step.dtype)
-    _kernels.attention(
+    out = torch.empty((tokens, q_heads, head_dim), dtype=step.dtype, device=q.device)
+    arguments = (
         step.batch.handle,
         step.dtype_code,
         q_heads,
@@ -269,6 +312,12 @@ def paged_attention(
         window,
         0 if sinks is None else sinks.data_ptr(),
     )
+    if step.batch.device.type == "cpu":
+        _kernels.attention(*arguments)
+    else:
+        workspace = step.workspace(q_heads, head_dim)
+        stream = torch.cuda.current_stream(q.device).cuda_stream
+        _kernels.attention_cuda(*arguments, workspace.data_ptr(), workspace.nbytes, stream)
     return out
 
 
@@ -282,6 +331,7 @@ _library.define(
     "float softcap=0.0, Tensor? sinks=None) -> Tensor"
 )
 _library.impl("paged_attention", paged_attention, "CPU")
+_library.impl("paged_attention", paged_attention, "CUDA")
 _library.impl("paged_attention", _shape_of, "Meta")
 
 

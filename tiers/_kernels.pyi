@@ -70,6 +70,91 @@ def copy_pages(
     Strides in bytes; ids are addresses of int32 arrays. The GIL is released.
     """
 
+# Where `build_info()["cuda_archs"]` is not empty:
+
+def cuda_plan(batch: Batch, words: int, /) -> tuple[int, int, int, int, int]:
+    """The work lists of a batch in host memory (cuda/plan.h), as int32 at `words`; 0: only count.
+
+    Returns num_words, num_decode, num_shared, num_prefill, num_partials.
+    """
+
+def cuda_batch(
+    num_seqs: int,
+    num_tokens: int,
+    page_size: int,
+    cu_seqlens_q: int,
+    kv_lens: int,
+    page_indptr: int,
+    pages: int,
+    words: int,
+    num_words: int,
+    num_decode: int,
+    num_shared: int,
+    num_prefill: int,
+    num_partials: int,
+    /,
+) -> Batch:
+    """A batch and its plan in device memory. What a captured graph replays is read from there;
+    the counts are then the most a replay may need.
+    """
+
+def attention_cuda(
+    batch: Batch,
+    dtype: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    pool: int,
+    page_stride: int,
+    layer_offset: int,
+    q: int,
+    q_stride: int,
+    q_head_stride: int,
+    k: int,
+    k_stride: int,
+    k_head_stride: int,
+    v: int,
+    v_stride: int,
+    v_head_stride: int,
+    out: int,
+    out_stride: int,
+    out_head_stride: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: int,
+    workspace: int,
+    workspace_bytes: int,
+    stream: int,
+    /,
+) -> None:
+    """`attention` on the pool's device, queued on `stream`.
+
+    The workspace holds num_partials * q_heads * (head_dim + 2) floats on that device.
+    RuntimeError for what the kernels don't support, naming it, and for errors of CUDA.
+    """
+
+def copy_pages_cuda(
+    src: int,
+    src_stride: int,
+    src_offset: int,
+    src_ids: int,
+    dst: int,
+    dst_stride: int,
+    dst_offset: int,
+    dst_ids: int,
+    num_pages: int,
+    nbytes: int,
+    max_blocks: int,
+    stream: int,
+    /,
+) -> None:
+    """Copy `nbytes` of page `src_ids[i]`, from `src_offset` on, to `dst_ids[i]`, by a kernel.
+
+    Device memory or registered host memory; all in multiples of 16 bytes; the ids lie where the
+    device can read them. RuntimeError names what is wrong.
+    """
+
 def set_num_threads(num_threads: int, /) -> None:
     """Threads that take part in `attention`, the caller's included. 1 at first."""
 

@@ -1,0 +1,82 @@
+/* The bindings of the CUDA kernels: included by module.c where they are built in. */
+
+static PyObject *cuda_plan(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    const struct rx_batch *b = take_batch(&a);
+    int32_t *words = take_pointer(&a);
+    if (!finish(&a)) return NULL;
+    const struct rx_plan plan = rx_plan_cuda(b, words);
+    return Py_BuildValue("(LiiiL)", (long long)plan.num_words, plan.num_decode, plan.num_shared,
+                         plan.num_prefill, (long long)plan.num_partials);
+}
+
+static PyObject *cuda_batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    struct rx_batch b = {0};
+    b.num_seqs = (int32_t)take_int(&a);
+    b.num_tokens = (int32_t)take_int(&a);
+    b.page_size = (int32_t)take_int(&a);
+    b.cu_seqlens_q = take_pointer(&a);
+    b.kv_lens = take_pointer(&a);
+    b.page_indptr = take_pointer(&a);
+    b.pages = take_pointer(&a);
+    b.plan.words = take_pointer(&a);
+    b.plan.num_words = take_int(&a);
+    b.plan.num_decode = (int32_t)take_int(&a);
+    b.plan.num_shared = (int32_t)take_int(&a);
+    b.plan.num_prefill = (int32_t)take_int(&a);
+    b.plan.num_partials = take_int(&a);
+    if (!finish(&a)) return NULL;
+    return new_batch(b);
+}
+
+static PyObject *attention_cuda(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    const struct rx_batch *b = take_batch(&a);
+    const struct rx_layer layer = take_layer(&a);
+    void *workspace = take_pointer(&a);
+    const int64_t workspace_bytes = take_int(&a);
+    void *stream = take_pointer(&a);
+    if (!finish(&a)) return NULL;
+    struct rx_batch step = *b;
+    step.workspace = workspace;
+    step.workspace_bytes = workspace_bytes;
+    const char *error;
+    Py_BEGIN_ALLOW_THREADS
+    error = rx_attention_cuda(&layer, &step, stream);
+    Py_END_ALLOW_THREADS
+    return result(error);
+}
+
+static PyObject *copy_pages_cuda(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    struct rx_copy copy = {0};
+    copy.src = take_pointer(&a);
+    copy.src_stride = take_int(&a);
+    copy.src_offset = take_int(&a);
+    copy.src_ids = take_pointer(&a);
+    copy.dst = take_pointer(&a);
+    copy.dst_stride = take_int(&a);
+    copy.dst_offset = take_int(&a);
+    copy.dst_ids = take_pointer(&a);
+    copy.num_pages = take_int(&a);
+    copy.nbytes = take_int(&a);
+    const int max_blocks = (int)take_int(&a);
+    void *stream = take_pointer(&a);
+    if (!finish(&a)) return NULL;
+    const char *error;
+    Py_BEGIN_ALLOW_THREADS
+    error = rx_copy_cuda(&copy, max_blocks, stream);
+    Py_END_ALLOW_THREADS
+    return result(error);
+}
+
+#define CUDA_METHODS                                                                       \
+    {"cuda_plan", (PyCFunction)(void (*)(void))cuda_plan, METH_FASTCALL, NULL},            \
+    {"cuda_batch", (PyCFunction)(void (*)(void))cuda_batch, METH_FASTCALL, NULL},          \
+    {"attention_cuda", (PyCFunction)(void (*)(void))attention_cuda, METH_FASTCALL, NULL},  \
+    {"copy_pages_cuda", (PyCFunction)(void (*)(void))copy_pages_cuda, METH_FASTCALL, NULL},

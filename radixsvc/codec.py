@@ -75,6 +75,7 @@ def decode(body: bytes, encoding: Encoding, kind: type[T]) -> T:
         param = path.rstrip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
         if not param and (missing := re.search(r"required field `(\w+)`", words)):
             param = missing[1]
+        words = re.sub(r"^Invalid enum value.*", "not one of the values there are", words)
         raise InvalidRequest(f"{param}: {words}" if param else words, param=param or None) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None

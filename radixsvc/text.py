@@ -53,7 +53,9 @@ class TextAssembler:
                 break
             text = self._detokenizer.push([token])
             self._end += len(text)
-            self._held.append(_Held(token, logprobs[i] if logprobs else None, self._end))
+            # A token without text of its own is a part of the next character.
+            end = self._end if text else self._end + 1
+            self._held.append(_Held(token, logprobs[i] if logprobs else None, end))
             self._add(text, piece)
         return piece
 

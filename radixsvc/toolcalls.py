@@ -114,6 +114,7 @@ class ToolCallParser:
         self._names = names
         self._held = start
         self._shown = False
+        self._after_call = False
 
     def push(self, text: str) -> str:
         """More of the reply; returns the text that may be shown now."""
@@ -128,7 +129,8 @@ class ToolCallParser:
             shown += self._show(start)
             inner, whole = self._held[len(OPEN) : end - start], end - start + len(CLOSE)
             if self._read(inner):
-                self._held = self._held[whole:].lstrip("\n")
+                self._held = self._held[whole:]
+                self._after_call = True
             else:
                 shown += self._show(whole)
         keep = next(n for n in range(len(OPEN) - 1, -1, -1) if self._held.endswith(OPEN[:n]))
@@ -144,6 +146,9 @@ class ToolCallParser:
     def _show(self, num_chars: int) -> str:
         shown, self._held = self._held[:num_chars], self._held[num_chars:]
         self._shown = self._shown or bool(shown.strip())
+        if self._after_call:  # what stands between calls is layout
+            shown = shown.lstrip()
+            self._after_call = not shown
         return shown
 
     def _read(self, text: str) -> bool:

@@ -1,0 +1,95 @@
+"""Text out of tokens: whole characters, and never a part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixsvc.request import TokenLogprob
+from radixsvc.text import Piece, TextAssembler
+from radixsvc.toolcalls import ToolCallParser
+
+
+class Letters:
+    """A detokenizer whose tokens are code points; the last one is kept until more comes."""
+
+    def __init__(self) -> None:
+        self.kept = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        text = self.kept + "".join(map(chr, token_ids))
+        self.kept = text[-1:] if text[-1:] == "é" else ""
+        return text.removesuffix(self.kept) if self.kept else text
+
+    def flush(self) -> str:
+        kept, self.kept = self.kept, ""
+        return kept
+
+
+def run(text: str, stops: Sequence[str], chunk: int = 1) -> tuple[str, list[str], list[Piece]]:
+    """What comes out of `text`, as a whole and piece by piece."""
+    assembler = TextAssembler(Letters(), tuple(stops))  # type: ignore[arg-type]
+    pieces = []
+    for at in range(0, len(text), chunk):
+        tokens = [ord(c) for c in text[at : at + chunk]]
+        pieces.append(assembler.push(tokens, [TokenLogprob(t, -1.0, ()) for t in tokens]))
+    pieces.append(assembler.flush())
+    return "".join(p.text for p in pieces), [p.text for p in pieces], pieces
+
+
+@given(
+    st.text("abé", max_size=20),
+    st.lists(st.text("abé", min_size=1, max_size=4), max_size=3),
+    st.integers(1, 5),
+)
+def test_text_ends_where_the_first_stop_string_begins(
+    text: str, stops: list[str], chunk: int
+) -> None:
+    out, _, pieces = run(text, stops, chunk)
+    if not any(stop in text for stop in stops):
+        assert out == text
+    else:
+        end = next(i for i in range(len(text) + 1) if any(s in text[:i] for s in stops))
+        assert out == min((text[: text[:end].index(s)] for s in stops if s in text[:end]), key=len)
+    tokens = [token for piece in pieces for token in piece.tokens]
+    assert "".join(map(chr, tokens)) == out
+    assert [lp.token for piece in pieces for lp in piece.logprobs] == tokens
+
+
+def test_a_possible_stop_string_is_held_back_until_it_is_none() -> None:
+    _, pieces, _ = run("xENyEND!", ["END"])
+    assert pieces[:4] == ["x", "", "", "ENy"]
+    assert "".join(pieces) == "xENy"
+
+
+def parse(text: str, chunk: int, names: Sequence[str] = ("f", "g")) -> tuple[str, list[str]]:
+    parser = ToolCallParser(frozenset(names))
+    shown = [parser.push(text[at : at + chunk]) for at in range(0, len(text), chunk)]
+    shown.append(parser.flush())
+    calls = [f"{call.function.name}{call.function.arguments}" for call in parser.calls]
+    return "".join(shown), calls
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("reply", "text", "calls"),
+    [
+        ("Hello <b>you</b>", "Hello <b>you</b>", []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", ['f{"a": 1}']),
+        ('Well.<tool_call>{"name": "f"}</tool_call>\n', "Well.", ["f{}"]),
+        ('<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>', "", ["f{}", "g{}"]),
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}', "", ["f{}", "g{}"]),
+        ('{"name": "g", "parameters": {"x": "é"}}', "", ['g{"x": "é"}']),
+        ('{"name": "unknown"}', '{"name": "unknown"}', []),
+        ('{"answer": 1}', '{"answer": 1}', []),
+        ("<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
+        ("a <tool", "a <tool", []),
+    ],
+)
+def test_tool_calls_are_read_from_a_reply(
+    reply: str, text: str, calls: list[str], chunk: int
+) -> None:
+    assert parse(reply, chunk) == (text, calls)

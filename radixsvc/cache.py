@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixsvc.inspection import check_tree, format_tree
-from radixsvc.node import TOKEN_BYTES, Account, Level, Node, Priority
+from radixsvc.node import PAGE_ID_BYTES, TOKEN_BYTES, Account, Level, Node, Priority
 from radixsvc.tree import RadixTree
 from tiers.page import InvariantError, OutOfPages, PageIds, PageState
 
@@ -172,16 +172,18 @@ class PrefixCache:
         tree = self.tree
         packed = _packed(tokens[:-1])
         found = tree.match_below(tree.root(namespace, account_name(namespace)), packed)
+        source = -1
+        if found.partial_node is not None:  # read before locking, which may split that node
+            at = found.partial_index * PAGE_ID_BYTES
+            source = int.from_bytes(found.partial_node.device[at : at + PAGE_ID_BYTES], "little")
         lease = Lease(self, namespace, tokens, priority)
         lease.node = tree.lock(found.node, found.used, priority)
-        lease._hold(np.frombuffer(b"".join(n.device for n in tree.path(lease.node)), np.int32))
+        lease._hold(np.frombuffer(tree.device_pages(lease.node), np.int32))
         lease.num_locked = lease.num_pages
         self.leases.setdefault(namespace, {})[lease] = None
         cached = found.length
         try:
-            if found.partial_node is not None:
-                at = found.partial_index * 4
-                source = int.from_bytes(found.partial_node.device[at : at + 4], "little")
+            if source >= 0:
                 cached += self._copy_partial(lease, source, found.partial)
             self._count(namespace, packed, cached)
         except BaseException:

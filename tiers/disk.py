@@ -335,7 +335,7 @@ class DiskTier(PageLedger):
             record = stored.record
             parent = kept.get(record.parent)
             in_place = parent is not None and parent.record.depth + 1 == record.depth
-            if record.digest not in kept and (record.depth == 0 or in_place):
+            if record.depth == 0 or in_place:
                 kept[record.digest] = stored
         recovered = list(kept.values())
         found_pages = np.array([stored.page for stored in recovered], np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 import pytest
@@ -13,29 +14,27 @@ from radixsvc.text import Piece, TextAssembler
 from radixsvc.toolcalls import ToolCallParser
 
 
-class Letters:
-    """A detokenizer whose tokens are code points; the last one is kept until more comes."""
+class Bytes:
+    """A detokenizer whose tokens are the bytes of UTF-8, so that characters take several."""
 
     def __init__(self) -> None:
-        self.kept = ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        text = self.kept + "".join(map(chr, token_ids))
-        self.kept = text[-1:] if text[-1:] == "é" else ""
-        return text.removesuffix(self.kept) if self.kept else text
+        return self.decoder.decode(bytes(token_ids))
 
     def flush(self) -> str:
-        kept, self.kept = self.kept, ""
-        return kept
+        return self.decoder.decode(b"", final=True)
 
 
 def run(text: str, stops: Sequence[str], chunk: int = 1) -> tuple[str, list[str], list[Piece]]:
     """What comes out of `text`, as a whole and piece by piece."""
-    assembler = TextAssembler(Letters(), tuple(stops))  # type: ignore[arg-type]
+    assembler = TextAssembler(Bytes(), tuple(stops))  # type: ignore[arg-type]
     pieces = []
-    for at in range(0, len(text), chunk):
-        tokens = [ord(c) for c in text[at : at + chunk]]
-        pieces.append(assembler.push(tokens, [TokenLogprob(t, -1.0, ()) for t in tokens]))
+    tokens = list(text.encode())
+    for at in range(0, len(tokens), chunk):
+        part = tokens[at : at + chunk]
+        pieces.append(assembler.push(part, [TokenLogprob(t, -1.0, ()) for t in part]))
     pieces.append(assembler.flush())
     return "".join(p.text for p in pieces), [p.text for p in pieces], pieces
 
@@ -55,7 +54,7 @@ def test_text_ends_where_the_first_stop_string_begins(
         end = next(i for i in range(len(text) + 1) if any(s in text[:i] for s in stops))
         assert out == min((text[: text[:end].index(s)] for s in stops if s in text[:end]), key=len)
     tokens = [token for piece in pieces for token in piece.tokens]
-    assert "".join(map(chr, tokens)) == out
+    assert bytes(tokens) == out.encode()
     assert [lp.token for piece in pieces for lp in piece.logprobs] == tokens
 
 

@@ -1,8 +1,9 @@
-"""One attention call as arrays: a pool of scattered pages that is NaN wherever nothing was written."""
+"""One attention call as arrays: a pool of scattered pages, NaN wherever nothing was written."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import mmap
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,7 @@ class Problem:
     padding: int = 0  # rows of a captured graph that belong to no sequence
     skew: int = 0  # elements by which rows of q, k and v miss alignment
     layer_offset: int = 0  # elements of other layers in front of ours
+    page_stride: int = 0  # elements; more than needed makes the pool a sparse mapping
     ids: tuple[int, ...] = ()  # which numbers each sequence has; its place in the batch by default
     seed: int = 0
 
@@ -87,6 +89,17 @@ class Arrays:
         return flat.reshape(2, p.kv_heads, p.page_size, p.head_dim)
 
 
+def new_pool(p: Problem, num_pages: int, elems: int) -> Array:
+    """[num_pages, page_stride], NaN; a wide stride leaves memory between pages untouched."""
+    if not p.page_stride:
+        return encode(np.full((num_pages, elems + 8), np.nan), p.dtype)
+    item = encode(np.zeros(1), p.dtype).dtype
+    memory = mmap.mmap(-1, num_pages * p.page_stride * item.itemsize)
+    pool = np.frombuffer(memory, item).reshape(num_pages, p.page_stride)
+    pool[:, :elems] = encode(np.full(1, np.nan), p.dtype)
+    return pool
+
+
 def build_arrays(p: Problem, place: int) -> Arrays:
     needed = [-(-n // p.page_size) for n in p.kv_lens]
     shuffled = np.random.default_rng(place).permutation(sum(needed) + 3).astype(np.int32)
@@ -95,14 +108,12 @@ def build_arrays(p: Problem, place: int) -> Arrays:
     for seq, (first, length) in source.items():
         tables[seq][: length // p.page_size] = tables[first][: length // p.page_size]
     size = 2 * p.kv_heads * p.page_size * p.head_dim
-    pool = encode(np.full((len(shuffled), p.layer_offset + size + 8), np.nan), p.dtype)
+    pool = new_pool(p, len(shuffled), p.layer_offset + size)
 
     def fused(heads: int) -> Array:
         """Rows inside wider ones, as slices of a fused projection are."""
-        width = heads * p.head_dim + p.skew
-        rows = encode(
-            np.full((sum(p.q_lens) + p.padding, width + (-width % 8) + 8), np.nan), p.dtype
-        )
+        width = -(-(heads * p.head_dim + p.skew) // 8) * 8 + 8
+        rows = encode(np.full((sum(p.q_lens) + p.padding, width), np.nan), p.dtype)
         strides = (rows.strides[0], p.head_dim * rows.itemsize, rows.itemsize)
         return np.lib.stride_tricks.as_strided(
             rows[:, p.skew :], (len(rows), heads, p.head_dim), strides
@@ -122,16 +133,26 @@ def build_arrays(p: Problem, place: int) -> Arrays:
         owner, shared = source.get(seq, (seq, 0))
         for new, all_rows in ((a.q, q), (a.k, k), (a.v, v)):
             new[first : first + q_len] = all_rows[cached:]
-        a.keys.append(
-            np.concatenate([*[x[:shared] for x in a.keys[owner : owner + 1]], k[shared:]])
-        )
-        a.values.append(
-            np.concatenate([*[x[:shared] for x in a.values[owner : owner + 1]], v[shared:]])
-        )
+        for kept, all_rows in ((a.keys, k), (a.values, v)):
+            borrowed = kept[owner][:shared] if shared else all_rows[:0]
+            kept.append(np.concatenate([borrowed, all_rows[shared:]]))
         for i in range(shared, cached):
             page = a.layer_view(int(tables[seq][i // p.page_size]))
             page[0, :, i % p.page_size], page[1, :, i % p.page_size] = k[i], v[i]
     return a
+
+
+def pool_after(a: Arrays) -> Array:
+    """The pool with the new keys and values at their places."""
+    p = a.problem
+    after = replace(a, pool=a.pool.copy())
+    for seq, (q_len, kv_len) in enumerate(zip(p.q_lens, p.kv_lens, strict=True)):
+        for i in range(kv_len - q_len, kv_len):
+            table = a.pages[a.page_indptr[seq] :]
+            page = after.layer_view(int(table[i // p.page_size]))
+            page[0, :, i % p.page_size] = a.keys[seq][i]
+            page[1, :, i % p.page_size] = a.values[seq][i]
+    return after.pool
 
 
 def expected(a: Arrays) -> npt.NDArray[np.float64]:

@@ -38,6 +38,13 @@ class Emulated:
         """The order of threads, and whether cp.async lands when waited for or at once."""
         self.library.simt_configure(order, 7, int(late_copies), num_sms)
 
+    def take_stats(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        numbers = (ctypes.c_long * 4)()
+        self.library.simt_take_stats(numbers)
+        names = ("switches", "blocks", "ldmatrix", "bank_conflicts")
+        return dict(zip(names, numbers, strict=True))
+
     def upload(self, array: Array) -> Array:
         return array
 
@@ -63,11 +70,16 @@ class Emulated:
 class Call(NamedTuple):
     """A problem laid out for a back end. `handles` keeps its arrays alive."""
 
+    dtype: str
     layer: Layer
     batch: Batch
     out: Any
     pool: Any
     handles: list[Any]
+
+    def result(self, backend: Backend) -> npt.NDArray[np.float64]:
+        """[num_tokens, q_heads, head_dim]"""
+        return decode(backend.download(self.out), self.dtype)
 
 
 def host_batch(a: Arrays, groups: bool) -> tuple[Batch, list[Array]]:
@@ -93,10 +105,9 @@ def host_batch(a: Arrays, groups: bool) -> tuple[Batch, list[Array]]:
 
 
 def point_at(batch: Batch, addresses: list[int]) -> None:
-    names = ("cu_seqlens_q", "kv_lens", "page_indptr", "pages")
-    for name, at in zip(
-        (*names, "group_indptr", "group_seqs", "group_lens"), addresses, strict=True
-    ):
+    names = ["cu_seqlens_q", "kv_lens", "page_indptr", "pages"]
+    names += ["group_indptr", "group_seqs", "group_lens"]
+    for name, at in zip(names, addresses, strict=True):
         setattr(batch, name, at)
 
 
@@ -129,7 +140,7 @@ def prepare(backend: Backend, a: Arrays, *, groups: bool = True) -> Call:
         scale=p.head_dim**-0.5, softcap=p.softcap, window=p.window,
         sinks=backend.address(sinks) if p.sinks else None,
     )  # fmt: skip
-    return Call(layer, batch, out, pool, [*handles, plan, workspace, q, k, v, sinks])
+    return Call(p.dtype, layer, batch, out, pool, [*handles, plan, workspace, q, k, v, sinks])
 
 
 def attend(backend: Backend, a: Arrays, *, groups: bool = True) -> npt.NDArray[np.float64]:
@@ -138,4 +149,4 @@ def attend(backend: Backend, a: Arrays, *, groups: bool = True) -> npt.NDArray[n
     error = backend.attention(call.layer, call.batch)
     if error:
         raise RuntimeError(error)
-    return decode(backend.download(call.out), a.problem.dtype)
+    return call.result(backend)

@@ -1,0 +1,259 @@
+"""The CUDA kernels, thread by thread on the CPU, against float64; the same bodies run on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from simt.build import emulated_library
+from simt.gpu import cuda  # noqa: F401
+from simt.problem import TOLERANCE, Problem, decode, encode, expected, pool_after
+from simt.run import FORWARD, RANDOM, REVERSE, Emulated, attend, prepare
+from simt.structs import Copy
+
+HEAD_DIMS = (64, 96, 128, 256)
+WHOLE_MATRIX = os.environ.get("RADIXSVC_WHOLE_MATRIX") == "1"
+
+MIXED = {"q_lens": (1, 37, 1, 0, 70), "kv_lens": (1, 37, 300, 20, 133)}
+DECODE = {"q_lens": (1, 1, 1, 1), "kv_lens": (255, 256, 257, 600)}
+SHARED = {"q_lens": (1, 1, 1, 6), "kv_lens": (513, 700, 520, 530)}
+GROUP = (((0, 1, 2, 3), 512),)
+
+# Every template with every dtype and head_dim, and between them every page and group size.
+COVERING = {
+    "bf16-64": Problem(**MIXED, page_size=1),
+    "bf16-96": Problem(**MIXED, q_heads=6, head_dim=96, page_size=8),
+    "bf16-128": Problem(**MIXED, q_heads=5, kv_heads=1, head_dim=128, page_size=32),
+    "bf16-256": Problem(**MIXED, q_heads=8, kv_heads=1, head_dim=256, page_size=64),
+    "f16-64": Problem(**MIXED, q_heads=16, kv_heads=1, page_size=128, dtype="float16"),
+    "f16-96": Problem(**MIXED, q_heads=2, head_dim=96, dtype="float16"),
+    "f16-128": Problem(**MIXED, q_heads=7, kv_heads=1, head_dim=128, page_size=8, dtype="float16"),
+    "f16-256": Problem(**MIXED, q_heads=6, kv_heads=1, head_dim=256, dtype="float16"),
+    "f32-64": Problem(**MIXED, dtype="float32", page_size=1),
+    "f32-80": Problem(**MIXED, head_dim=80, dtype="float32", window=19, softcap=8.0, sinks=True),
+    "decode": Problem(**DECODE, q_heads=6, head_dim=128),
+    "window": Problem(**DECODE, window=40),
+    "window-prefill": Problem(**MIXED, window=21),
+    "softcap": Problem(**MIXED, softcap=3.0),
+    "sinks": Problem(**MIXED, sinks=True, window=100),
+    "unaligned": Problem(**MIXED, skew=3, layer_offset=64),
+    "shared-64": Problem(**SHARED, groups=GROUP, page_size=32),
+    "shared-96": Problem(**SHARED, groups=GROUP, head_dim=96, dtype="float16"),
+    "shared-128": Problem(**SHARED, groups=GROUP, head_dim=128, q_heads=16, kv_heads=1),
+    "shared-256": Problem(**SHARED, groups=GROUP, head_dim=256, window=300),
+}
+
+
+def whole_matrix() -> dict[str, Problem]:
+    axes = itertools.product(
+        ("bfloat16", "float16"), HEAD_DIMS, (*range(1, 9), 16), (1, 8, 16, 32, 64, 128)
+    )
+    return {
+        f"{dtype}-{dim}-group{group}-page{page}": Problem(
+            **MIXED, q_heads=group, kv_heads=1, head_dim=dim, page_size=page, dtype=dtype
+        )
+        for dtype, dim, group, page in axes
+    }
+
+
+PROBLEMS = COVERING | (whole_matrix() if WHOLE_MATRIX else {})
+
+
+@pytest.fixture(scope="module")
+def emulated():
+    return Emulated(emulated_library())
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request):
+    """The kernels, emulated and on a GPU."""
+    if request.param == "cuda":
+        return request.getfixturevalue("cuda")
+    emulated = request.getfixturevalue("emulated")
+    emulated.configure(RANDOM)
+    return emulated
+
+
+def assert_close(got, arrays):
+    """Within tolerance of float64, and rows of padding untouched."""
+    num_tokens = sum(arrays.problem.q_lens)
+    error = np.abs(got[:num_tokens] - expected(arrays)[:num_tokens])
+    assert not np.isnan(error).any()
+    assert error.max(initial=0) < TOLERANCE[arrays.problem.dtype]
+    assert np.isnan(got[num_tokens:]).all()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_attention_matches_float64(backend, name):
+    arrays = PROBLEMS[name].arrays()
+    assert_close(attend(backend, arrays), arrays)
+
+
+@pytest.mark.parametrize("name", ["bf16-64", "f16-96", "decode", "shared-64", "f32-80"])
+@pytest.mark.parametrize(("order", "late"), [(FORWARD, True), (REVERSE, True), (RANDOM, False)])
+def test_the_order_of_threads_and_copies_changes_no_bit(emulated, name, order, late):
+    emulated.configure(RANDOM)
+    usual = attend(emulated, COVERING[name].arrays())
+    emulated.configure(order, late_copies=late, num_sms=1)
+    np.testing.assert_array_equal(attend(emulated, COVERING[name].arrays()), usual)
+
+
+@pytest.mark.parametrize("name", ["bf16-64", "f16-256", "f32-64", "unaligned"])
+def test_append_writes_new_rows_and_nothing_else(backend, name):
+    arrays = replace(PROBLEMS[name], padding=2).arrays()
+    wanted = pool_after(arrays)
+    call = prepare(backend, arrays)
+    assert backend.attention(call.layer, call.batch) is None
+    np.testing.assert_array_equal(backend.download(call.pool).view(np.uint8), wanted.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_neighbours_and_pages_change_no_bit(backend, dtype):
+    """Each sequence of a batch, alone and in other pages, gives the very same rows."""
+    batch = Problem((1, 40, 1, 9), (290, 75, 33, 9), dtype=dtype, window=64, ids=(3, 1, 2, 0))
+    together = attend(backend, batch.arrays())
+    first = 0
+    for i, q_len in enumerate(batch.q_lens):
+        only = replace(batch, q_lens=(q_len,), kv_lens=(batch.kv_lens[i],), ids=(batch.ids[i],))
+        alone = attend(backend, only.arrays(place=5))
+        np.testing.assert_array_equal(alone, together[first : first + q_len])
+        first += q_len
+
+
+@pytest.mark.parametrize("cached", [1, 15, 16, 63, 64, 100, 128])
+def test_what_was_cached_changes_no_bit(backend, cached):
+    whole = Problem((131,), (131,), q_heads=6, window=90)
+    cold = attend(backend, whole.arrays())
+    warm = attend(backend, replace(whole, q_lens=(131 - cached,)).arrays())
+    np.testing.assert_array_equal(warm, cold[cached:])
+
+
+@pytest.mark.parametrize("name", ["shared-64", "shared-96", "shared-128", "shared-256"])
+def test_grouped_equals_ungrouped(backend, name):
+    arrays = COVERING[name].arrays()
+    grouped = attend(backend, arrays)
+    np.testing.assert_array_equal(grouped, attend(backend, COVERING[name].arrays(), groups=False))
+
+
+def test_more_sharers_than_one_item_takes(backend):
+    shared = Problem(
+        (1,) * 70, (257,) * 70, q_heads=2, kv_heads=2, groups=((tuple(range(70)), 256),)
+    )
+    arrays = shared.arrays()
+    assert_close(attend(backend, arrays), arrays)
+
+
+def test_a_plan_of_fewer_sequences_in_the_same_memory(backend):
+    """What a captured graph does: launched for 4 rows, replayed with 1 to 4 of them."""
+    full = Problem((1, 1, 1, 1), (300, 5, 260, 17), seed=1).arrays()
+    for live in (4, 3, 1):
+        p = replace(
+            full.problem, q_lens=(1,) * live, kv_lens=full.problem.kv_lens[:live], padding=4 - live
+        )
+        arrays = p.arrays()
+        call = prepare(backend, arrays)
+        call.batch.plan.num_decode, call.batch.num_seqs = 4, 4
+        assert backend.attention(call.layer, call.batch) is None
+        assert_close(call.result(backend), arrays)
+
+
+@pytest.mark.parametrize("q_lens", [(), (0,), (0, 0, 2)])
+def test_nothing_to_do(backend, q_lens):
+    arrays = Problem(q_lens, tuple(n + 3 for n in q_lens)).arrays()
+    assert_close(attend(backend, arrays), arrays)
+
+
+def test_more_rows_than_a_grid_has_in_y(backend):
+    num = 65_537
+    dtype = "float32" if isinstance(backend, Emulated) else "bfloat16"  # the quick one
+    one = Problem((1,), (1,), q_heads=1, kv_heads=1, page_size=1, dtype=dtype)
+    rows = encode(np.random.default_rng(0).standard_normal((num, 1, 64)), one.dtype)
+    arrays = replace(
+        one.arrays(),
+        problem=replace(one, q_lens=(1,) * num, kv_lens=(1,) * num),
+        pool=np.zeros((num, 128), rows.dtype),
+        q=rows,
+        k=rows,
+        v=rows,
+        cu_seqlens_q=np.arange(num + 1, dtype=np.int32),
+        kv_lens=np.ones(num, np.int32),
+        page_indptr=np.arange(num + 1, dtype=np.int32),
+        pages=np.arange(num, dtype=np.int32),
+    )
+    np.testing.assert_array_equal(attend(backend, arrays), decode(rows, one.dtype))
+
+
+def test_tiles_are_read_without_bank_conflicts(emulated):
+    for name in ("bf16-64", "bf16-96", "bf16-128", "bf16-256", "shared-128"):
+        emulated.take_stats()
+        attend(emulated, COVERING[name].arrays())
+        stats = emulated.take_stats()
+        assert stats["ldmatrix"] > 0
+        assert stats["bank_conflicts"] == 0
+
+
+REFUSALS = {
+    "page_size": {"page_size": 24},
+    "query heads": {"q_heads": 17, "kv_heads": 1},
+    "head_dim 64": {"head_dim": 80},
+    "float32": {"head_dim": 320, "dtype": "float32"},
+    "multiples of 16 bytes": {"layer_offset": 4},
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_what_is_not_supported_is_refused_by_name(backend, words):
+    arrays = Problem((2,), (2,), **REFUSALS[words]).arrays()
+    with pytest.raises(RuntimeError, match=words):
+        attend(backend, arrays)
+
+
+def test_a_small_workspace_is_refused(backend):
+    call = prepare(backend, Problem(**DECODE).arrays())
+    call.batch.workspace_bytes -= 4
+    assert "workspace" in backend.attention(call.layer, call.batch)
+
+
+def test_pages_beyond_two_to_the_31_elements(backend):
+    arrays = Problem((1, 40), (70, 90), layer_offset=64, page_stride=1 << 28).arrays()
+    assert arrays.pages.max() > 8  # page 8 begins at 2^31 elements
+    assert_close(attend(backend, arrays), arrays)
+
+
+def copied(backend, src, dst, src_ids, dst_ids, first, num, max_blocks=4):
+    """`dst` after bytes [first, first + num) of its pages `dst_ids` came from pages of `src`."""
+    handles = [backend.upload(x) for x in (src, dst, src_ids, dst_ids)]
+    source, target, source_ids, target_ids = (backend.address(h) for h in handles)
+    copy = Copy(
+        src=source, dst=target, src_stride=src.shape[1], dst_stride=dst.shape[1],
+        src_offset=first, dst_offset=first, nbytes=num, src_ids=source_ids,
+        dst_ids=target_ids, num_pages=len(src_ids),
+    )  # fmt: skip
+    error = backend.copy(copy, max_blocks)
+    if error:
+        raise RuntimeError(error)
+    return backend.download(handles[1])
+
+
+@pytest.mark.parametrize(("first", "num"), [(0, 2048), (512, 1040), (2032, 16)])
+@pytest.mark.parametrize("num_pages", [1, 7, 150])
+def test_pages_are_gathered_and_scattered(backend, first, num, num_pages):
+    rng = np.random.default_rng(num_pages)
+    src = rng.integers(0, 256, (200, 2048), np.uint8)
+    dst = rng.integers(0, 256, (180, 4096), np.uint8)
+    src_ids = rng.permutation(200)[:num_pages].astype(np.int32)
+    dst_ids = rng.permutation(180)[:num_pages].astype(np.int32)
+    wanted = dst.copy()
+    wanted[dst_ids, first : first + num] = src[src_ids, first : first + num]
+    got = copied(backend, src, dst, src_ids, dst_ids, first, num)
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(("num", "blocks", "words"), [(24, 4, "16 bytes"), (32, 0, "max_blocks")])
+def test_copies_that_are_not_supported_are_refused(backend, num, blocks, words):
+    pages, ids = np.zeros((2, 64), np.uint8), np.zeros(1, np.int32)
+    with pytest.raises(RuntimeError, match=words):
+        copied(backend, pages, pages.copy(), ids, ids, 0, num, blocks)

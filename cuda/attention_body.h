@@ -179,11 +179,10 @@ INLINE void fetch(const struct block *b, const char *const *rows, int first, int
 
 /* s[vecs][tokens] = q . k over `groups` of 4 floats. */
 INLINE void logits(const float *q, int groups, const float *const *k, float *s, int vecs, int tokens) {
-    vf acc[vecs * tokens];
+    vf acc[24], kg[8];
 #pragma GCC unroll 64
     for (int i = 0; i < vecs * tokens; i++) acc[i] = (vf){0};
     for (int g = 0; g < groups; g++) {
-        vf kg[tokens];
 #pragma GCC unroll 8
         for (int i = 0; i < tokens; i++) kg[i] = bcast4(k[i] + 4 * g);
 #pragma GCC unroll 8
@@ -205,20 +204,18 @@ INLINE void logits(const float *q, int groups, const float *const *k, float *s, 
 /* o[vecs][groups] = o * fix + p . v over the n tokens of a block. */
 INLINE void outputs(const float *p, const float *const *v, int n, int at, float *o, int o_groups, const vf *fix,
                     int vecs, int groups) {
-    vf acc[vecs * groups];
+    vf acc[24], weights[4], w[4];
 #pragma GCC unroll 8
     for (int r = 0; r < vecs; r++)
 #pragma GCC unroll 16
         for (int g = 0; g < groups; g++)
             acc[r * groups + g] = load(o + (r * o_groups + g) * VL) * fix[r];
     for (int i = 0; i < n; i += 4) {
-        vf weights[vecs];
 #pragma GCC unroll 8
         for (int r = 0; r < vecs; r++) weights[r] = load(p + (r * GROUPS + i / 4) * VL);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             const float *vj = v[i + j] + at;
-            vf w[vecs];
 #pragma GCC unroll 8
             for (int r = 0; r < vecs; r++) w[r] = spread(weights[r], j);
 #pragma GCC unroll 16

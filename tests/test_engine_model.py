@@ -1,0 +1,112 @@
+"""The engine with SmolLM2-135M in fp32: greedy answers equal transformers' own, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from radixsvc.bench.harness import Outcome, complete, greedy, running_engine
+from radixsvc.engine import Engine
+from radixsvc.model import Model, load_model
+from radixsvc.request import Tokens
+
+pytestmark = pytest.mark.model
+
+NEW_TOKENS = 64
+TOLERANCE = 1e-4  # of logits, between our forward pass and the stock one
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain in one sentence why the sky is blue.",
+    "List three prime numbers greater than ten.",
+    "Translate 'good morning' to Spanish.",
+    "Who wrote Romeo and Juliet?",
+    "Give me a recipe for pancakes.",
+    "Count from one to twenty in words.",
+)
+
+
+@pytest.fixture(scope="module")
+def model(smollm: Path) -> Model:
+    return load_model(smollm, "float32")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model) -> Iterator[Engine]:
+    with running_engine(model, 8192) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm: Path) -> list[Tokens]:
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return [
+        np.asarray(
+            tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False),
+            np.int32,
+        )
+        for c in chats
+    ]
+
+
+@pytest.fixture(scope="module")
+def stock(smollm: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32).eval()
+
+
+def assert_greedy(stock: torch.nn.Module, prompt: Tokens, output: list[int]) -> None:
+    """Every token is the stock model's best after all before it: what `generate` returns.
+
+    Where its two best are closer than twice the tolerance, either will do.
+    """
+    ids = torch.tensor([[*prompt.tolist(), *output]])
+    with torch.inference_mode():
+        logits = stock(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    best = logits.max(-1).values
+    chosen = logits[torch.arange(len(output)), torch.tensor(output)]
+    assert (best - chosen <= 2 * TOLERANCE).all()
+
+
+def test_cold_hit_and_batched_answers_equal_the_stock_model(
+    engine: Engine, prompts: list[Tokens], stock: torch.nn.Module
+) -> None:
+    params = greedy(NEW_TOKENS)
+    batched = complete(engine, prompts, params, namespace="batched")
+    cold = [complete(engine, [p], params, namespace=f"own {i}")[0] for i, p in enumerate(prompts)]
+    hit = complete(engine, prompts, params, namespace="batched")
+    for prompt, *outcomes in zip(prompts, batched, cold, hit, strict=True):
+        assert all(len(o.tokens) == NEW_TOKENS for o in outcomes)
+        assert_greedy(stock, prompt, outcomes[0].tokens)
+        for other in outcomes[1:]:
+            if other.tokens != outcomes[0].tokens:
+                assert_greedy(stock, prompt, other.tokens)
+    assert all(o.usage.sources.device == len(p) - 1 for p, o in zip(prompts, hit, strict=True))
+
+
+def test_a_second_turn_takes_the_first_from_the_cache(
+    engine: Engine, model: Model, stock: torch.nn.Module
+) -> None:
+    rng = np.random.default_rng(3)
+    first = rng.integers(1000, 40_000, 500).astype(np.int32)
+    [one] = complete(engine, [first], greedy(16))
+    reply = np.array(one.tokens, np.int32)
+    second = np.concatenate([first, reply, rng.integers(1000, 40_000, 20).astype(np.int32)])
+    [two] = complete(engine, [second], greedy(16))
+    assert two.usage.sources.device >= 0.98 * (len(first) + len(reply))
+    assert_greedy(stock, second, two.tokens)
+
+
+def test_eight_at_once_with_one_system_prompt_compute_it_once(engine: Engine) -> None:
+    rng = np.random.default_rng(4)
+    system = rng.integers(1000, 40_000, 600).astype(np.int32)
+    prompts = [
+        np.concatenate([system, rng.integers(1000, 40_000, 10).astype(np.int32)]) for _ in range(8)
+    ]
+    outcomes: list[Outcome] = complete(engine, prompts, greedy(2))
+    assert sum(o.usage.sources.computed for o in outcomes) <= 600 + 8 * 11

@@ -198,7 +198,7 @@ def _read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except Exception as error:  # its validators raise a class of their own
         raise SetupError(f"{checkpoint.path / 'config.json'} is not usable: {error}") from error
     odd = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if odd:

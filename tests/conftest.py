@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_model
 from transformers.utils import logging
 
 logging.disable_progress_bar()
+torch.set_num_threads(1)  # sums in one order on every machine, and no waiting for busy cores
 
 
 @pytest.fixture(scope="session")

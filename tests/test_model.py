@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tiny import FAMILIES, tiny_model
+from tiny import FAMILIES, TEXT, tiny_model
 from transformers import AutoModelForCausalLM
 
 from radixsvc.attention import RaggedBatch, StepContext
@@ -80,14 +80,21 @@ class Reference:
         return self.model(ids, use_cache=False).logits[0].float()
 
 
-def random_tokens(seed: int, length: int, vocab_size: int = 512) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, vocab_size, length, dtype=np.int32)
+def random_tokens(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 512, length, dtype=np.int32)
 
 
-def mixed_steps(runner: Runner, vocab_size: int) -> list[tuple[Part, torch.Tensor]]:
+def real_tokens(path: Path) -> np.ndarray:
+    """English, at which a trained model's activations stay of the usual size."""
+    from transformers import AutoTokenizer
+
+    return np.array(AutoTokenizer.from_pretrained(path)(" ".join(TEXT * 2)).input_ids, np.int32)
+
+
+def mixed_steps(runner: Runner, source: np.ndarray) -> list[tuple[Part, torch.Tensor]]:
     """Two steps that hold prefill, its continuation, decode, and a prefix of shared pages."""
-    a, b, c = (random_tokens(i, n, vocab_size) for i, n in ((1, 46), (2, 80), (3, 62)))
-    d = np.concatenate([c[:32], random_tokens(4, 40, vocab_size)])  # shares c's first two pages
+    a, b, c, tail = source[:46], source[46:126], source[126:188], source[188:228]
+    d = np.concatenate([c[:32], tail])  # shares c's first two pages
     ta, tb, tc = runner.table(46), runner.table(80), runner.table(62)
     td = runner.table(72, shared=tc[:2])
     first = [Part(a, 0, 45, ta), Part(b, 0, 50, tb), Part(c, 0, 61, tc)]
@@ -109,14 +116,24 @@ def test_ragged_batches_equal_the_stock_forward_at_every_position(
 ) -> None:
     path = tiny_model(tmp_path, family)
     runner = Runner(load_model(path, "float32"))
-    assert_equal_logits(mixed_steps(runner, 512), Reference(path))
+    assert_equal_logits(mixed_steps(runner, random_tokens(0, 228)), Reference(path))
 
 
 @pytest.mark.model
 def test_ragged_batches_equal_the_stock_forward_on_a_real_model(smollm: Path) -> None:
-    model = load_model(smollm, "float32")
-    done = mixed_steps(Runner(model), model.info.vocab_size)
-    assert_equal_logits(done, Reference(smollm))
+    """Within 1e-4 of the stock model in double precision, or as near as stock fp32 comes to it.
+
+    At this size 1e-4 is fp32's own noise: stock with sdpa and stock with eager differ by as much.
+    """
+    exact, stock = Reference(smollm, torch.float64), Reference(smollm)
+    runner = Runner(load_model(smollm, "float32"))
+    ours, theirs = 0.0, 0.0
+    for part, logits in mixed_steps(runner, real_tokens(smollm)):
+        wanted = exact.logits(part.tokens[: part.stop])[part.start :]
+        noisy = stock.logits(part.tokens[: part.stop])[part.start :]
+        ours = max(ours, (logits - wanted).abs().max().item())
+        theirs = max(theirs, (noisy - wanted).abs().max().item())
+    assert ours <= max(TOLERANCE, theirs)
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16])
@@ -135,10 +152,10 @@ def test_prefill_may_be_split_anywhere(page_size: int, tiny_llama: Path) -> None
 @pytest.mark.skipif(not has_fast_bfloat16(), reason="bf16 is emulated on this processor")
 @pytest.mark.model
 def test_bf16_stays_within_stock_bf16s_own_noise(smollm: Path) -> None:
-    model = load_model(smollm, "bfloat16")
+    runner = Runner(load_model(smollm, "bfloat16"))
     exact, stock = Reference(smollm), Reference(smollm, torch.bfloat16)
     ours, theirs = [], []
-    for part, logits in mixed_steps(Runner(model), model.info.vocab_size):
+    for part, logits in mixed_steps(runner, real_tokens(smollm)):
         wanted = exact.logits(part.tokens[: part.stop])[part.start :]
         ours.append((logits - wanted).abs().mean().item())
         noisy = stock.logits(part.tokens[: part.stop])[part.start :]
@@ -165,6 +182,7 @@ def test_greedy_decoding_equals_generate(smollm: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(smollm)
     reference = Reference(smollm)
+    reference.model.generation_config.eos_token_id = None
     runner = Runner(load_model(smollm, "float32"))
     prompts = [np.array(tokenizer(text).input_ids, np.int32) for text in PROMPTS]
     tables = [runner.table(len(prompt) + 64) for prompt in prompts]
@@ -177,15 +195,12 @@ def test_greedy_decoding_equals_generate(smollm: Path) -> None:
             logits = runner.step(
                 [Part(t, len(t) - 1, len(t), p) for t, p in zip(texts, tables, strict=True)]
             )
-    for prompt, text in zip(prompts, texts, strict=True):
-        wanted = reference.model.generate(
-            torch.from_numpy(prompt).long()[None],
-            attention_mask=torch.ones(1, len(prompt)),
-            max_new_tokens=64,
-            min_new_tokens=64,
-            do_sample=False,
-        )[0].numpy()
-        assert_same_tokens(text, wanted, len(prompt), reference)
+    tokenizer.padding_side = "left"
+    padded = tokenizer(PROMPTS, padding=True, return_tensors="pt")
+    width = padded.input_ids.shape[1]
+    answers = reference.model.generate(**padded, max_new_tokens=64, do_sample=False)[:, width:]
+    for prompt, text, answer in zip(prompts, texts, answers.numpy(), strict=True):
+        assert_same_tokens(text, np.append(prompt, answer), len(prompt), reference)
 
 
 def assert_same_tokens(
@@ -204,7 +219,10 @@ def assert_same_tokens(
     [
         ({"model_type": "mamba2"}, "not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            "chunked_attention",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
     ],
 )

@@ -51,19 +51,27 @@ INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf select_vf(vi take, vf a, vf b) { return (vf)((take & (vi)a) | (~take & (vi)b)); }
 
-/* 2^x for x <= 0, exactly 0 below -126.5; relative error below 1.3e-7. Polynomial of 2^f on
- * [-1/2, 1/2] fitted at Chebyshev nodes. */
+/* 2^x for x <= 0, exactly 0 for -infinity; relative error below 3e-7. Polynomial of 2^f on
+ * [-1/2, 1/2] fitted at Chebyshev nodes; 2^0 is exactly 1. */
 INLINE vf exp2_vf(vf x) {
+#ifdef exp2_scale
+    x = vmax(splat(-512.0f), x);
+    const vf n = round_vf(x), f = x - n;
+#else
     x = vmax(splat(-127.0f), x);
     const vf shifted = x + 12582912.0f; /* 1.5 * 2^23: rounds to an integer in the low bits */
     const vf f = x - (shifted - 12582912.0f);
-    vf p = f * 0x1.444004p-13f + 0x1.5f0896p-10f;
-    p = p * f + 0x1.3b2a1cp-7f;
+#endif
+    vf p = f * 0x1.5f0896p-10f + 0x1.3cbf6cp-7f;
     p = p * f + 0x1.c6af6cp-5f;
-    p = p * f + 0x1.ebfbe0p-3f;
+    p = p * f + 0x1.ebfa4ap-3f;
     p = p * f + 0x1.62e430p-1f;
     p = p * f + 1.0f;
+#ifdef exp2_scale
+    return exp2_scale(p, n);
+#else
     return p * (vf)(((vu)shifted + 127) << 23);
+#endif
 }
 
 INLINE float exp2_scalar(float x) { return exp2_vf(splat(x))[0]; }
@@ -232,31 +240,32 @@ INLINE void outputs(const float *p, const float *const *v, int n, int at, float 
         for (int g = 0; g < groups; g++) store(o + (r * o_groups + g) * VL, acc[r * groups + g]);
 }
 
-/* Logits of `groups` vectors to weights, in place; `step` tokens a vector. Updates m and l. */
-INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, int step, int pos, const vi *low, const vi *high,
-                vf *m, vf *l) {
-    const float log2e = 1.44269504f;
-    const float cap = layer->softcap * log2e;
-    const float scale = cap != 0 ? 2 * layer->scale / layer->softcap * log2e : layer->scale * log2e;
-    vf top = *m;
+/* Logits of `groups` vectors to weights, in place; `step` tokens a vector. Updates m and l, and
+ * returns what the output so far is to be multiplied with. `low` is NULL where all is seen. */
+INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, int step, int pos,
+                const vi *low, const vi *high, vf *m, vf *l) {
+    const float log2e = 1.44269504f, cap = layer->softcap * log2e;
+    const float scale = cap != 0 ? 1 : layer->scale * log2e;
+    vf top = splat(-INFINITY);
     for (int g = 0; g < groups; g++) {
         vf x = load(s + g * VL);
-        x = cap != 0 ? soft_cap(x, scale, cap) : x * scale;
+        if (cap != 0) x = soft_cap(x, 2 * log2e * layer->scale / layer->softcap, cap);
         if (low) {
             const int32_t at = pos + g * step;
             x = select_vf((at >= *low) & (at < *high), x, splat(-INFINITY));
         }
-        store(s + g * VL, x);
+        if (low || cap != 0) store(s + g * VL, x);
         top = vmax(top, x);
     }
     if (step == 4) {
         top = vmax(top, __builtin_shuffle(top, (vi)PER_ROW(2, 3, 0, 1)));
         top = vmax(top, __builtin_shuffle(top, (vi)PER_ROW(1, 0, 3, 2)));
     }
+    top = vmax(*m, top * scale);
     const vf fix = exp2_vf(*m - top);
     vf sum = {0};
     for (int g = 0; g < groups; g++) {
-        const vf p = exp2_vf(load(s + g * VL) - top);
+        const vf p = exp2_vf(load(s + g * VL) * scale - top);
         store(s + g * VL, p);
         sum += p;
     }

@@ -19,7 +19,7 @@
 #include <unistd.h>
 #endif
 
-enum { SERIAL_APPEND_BYTES = 1 << 18 };
+enum { SERIAL_APPEND_BYTES = 1 << 18, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
 
 struct plan {
     const struct rx_layer *layer;
@@ -41,6 +41,9 @@ static _Atomic(const struct rx_tile_kernel *) chosen;
 
 static const struct rx_tile_kernel *const kernels[] = {
 #if defined(__x86_64__)
+#if defined(__linux__)
+    &rx_tile_amx,
+#endif
     &rx_tile_avx512,
     &rx_tile_avx2,
 #endif
@@ -49,6 +52,12 @@ static const struct rx_tile_kernel *const kernels[] = {
 
 static int is_supported(const struct rx_tile_kernel *kernel) {
 #if defined(__x86_64__)
+#if defined(__linux__)
+    if (kernel == &rx_tile_amx) /* the kernel saves tiles of processes that asked for them */
+        return is_supported(&rx_tile_avx512) && __builtin_cpu_supports("amx-bf16") &&
+               __builtin_cpu_supports("avx512bf16") &&
+               !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+#endif
     if (kernel == &rx_tile_avx512)
         return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vl");

@@ -1,0 +1,279 @@
+/* The tile kernel for bf16 on AMX tiles; fp32, fp16 and widths that are not a multiple of 32 take
+ * the AVX-512 body. 16 query rows are the columns of a tile, so that keys are used as they lie in
+ * the page and a row's result does not depend on its neighbours:
+ *
+ *     s[16 tokens][16 rows]  = K[16 tokens][32 dims] . Q^T[16 pairs of dims][16 rows]
+ *     o[16 rows][16 dims]   += P[16 rows][32 tokens] . V[16 pairs of tokens][16 dims]
+ *
+ * Queries are packed once a tile, values once a block, weights once a block and 16 rows.
+ * Weights are rounded to bf16, their sum is not. */
+#if defined(__x86_64__) && defined(__linux__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
+#pragma GCC target("avx512bf16,amx-tile,amx-bf16")
+#include <immintrin.h>
+#define VL 16
+#define LOGIT_VECS 6
+#define OUTPUT_VECS 3
+#define OUTPUT_GROUPS 8
+#define OUTPUT_GROUPS_ONE 16
+#define bcast4(p) _mm512_broadcast_f32x4(_mm_loadu_ps(p))
+#define vmax(a, b) _mm512_max_ps(a, b)
+#define round_vf(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define exp2_scale(p, n) _mm512_scalef_ps(p, n)
+#include "attention_body.h"
+
+enum { COLUMNS = MAX_ROWS / 16, TILE = 512 /* bf16 */, CHUNKS = BLOCK / 32 };
+
+struct amx_scratch {
+    float *s;              /* [columns][BLOCK][16 rows] */
+    float *o;              /* [columns][16 rows][head_dim] */
+    uint16_t *q;           /* [columns][head_dim / 32] tiles */
+    uint16_t *k;           /* [BLOCK][head_dim], of pages too small to be used in place */
+    uint16_t *v;           /* [CHUNKS][head_dim / 16] tiles */
+    uint16_t *p;           /* [CHUNKS] tiles */
+    const uint16_t *zeros; /* [head_dim] */
+    vf m[COLUMNS], l[COLUMNS];
+    vi low[COLUMNS], high[COLUMNS];
+};
+
+struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes_per_row[16];
+    uint8_t rows[16];
+};
+
+static int takes(const struct rx_layer *l) { return l->dtype == RX_BF16 && l->head_dim % 32 == 0; }
+
+static size_t amx_scratch_bytes(const struct rx_layer *layer) {
+    if (!takes(layer)) return body_scratch_bytes(layer);
+    const size_t dim = (size_t)layer->head_dim;
+    return sizeof(struct amx_scratch) + 4 * MAX_ROWS * (BLOCK + dim) + 2 * MAX_ROWS * dim +
+           2 * (2 * BLOCK + 1) * dim + 2 * CHUNKS * TILE + 4096;
+}
+
+static struct amx_scratch *amx_carve(const struct rx_layer *layer, void *memory) {
+    struct amx_scratch *a = memory;
+    const size_t dim = (size_t)layer->head_dim;
+    char *next = (char *)(((uintptr_t)(a + 1) + 63) & ~(uintptr_t)63);
+    a->s = (float *)next, next += 4 * MAX_ROWS * BLOCK;
+    a->o = (float *)next, next += 4 * MAX_ROWS * dim;
+    a->q = (uint16_t *)next, next += 2 * MAX_ROWS * dim;
+    a->k = (uint16_t *)next, next += 2 * BLOCK * dim;
+    a->v = (uint16_t *)next, next += 2 * BLOCK * dim;
+    a->p = (uint16_t *)next, next += 2 * CHUNKS * TILE;
+    a->zeros = (const uint16_t *)next;
+    return a;
+}
+
+/* Tile loads do not tell the compiler what they read: stores before them must be done. */
+INLINE void finish_stores(void) { __asm__ volatile("" ::: "memory"); }
+
+/* 16 vectors of 16 words, rows to columns. */
+INLINE void transpose(__m512i *x) {
+    __m512i y[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+
+static void amx_prepare(const struct rx_tile *t, void *memory) {
+    if (!takes(t->layer)) {
+        body_prepare(t, memory);
+        return;
+    }
+    struct amx_scratch *a = amx_carve(t->layer, memory);
+    const int dim = t->layer->head_dim, columns = (t->num_rows + 15) / 16;
+    memset((void *)(uintptr_t)a->zeros, 0, (size_t)dim * 2);
+    for (int c = 0; c < columns; c++)
+        for (int d = 0; d < dim; d += 32) {
+            __m512i x[16];
+            for (int r = 0; r < 16; r++)
+                x[r] = c * 16 + r < t->num_rows ? _mm512_loadu_si512(t->q[c * 16 + r] + 2 * d)
+                                                : _mm512_setzero_si512();
+            transpose(x);
+            for (int r = 0; r < 16; r++) _mm512_store_si512(a->q + (c * dim + d) * 16 + r * 32, x[r]);
+        }
+    set_limits(t, a->low, a->high, columns * 16, 1);
+}
+
+/* s of `count` times 16 tokens and of one or two columns of rows. */
+INLINE void amx_logits(const struct amx_scratch *a, const char *const *k, int64_t k_bytes, int dim,
+                       int token, int column, int columns) {
+    const uint16_t *q = a->q + column * dim * 16;
+    float *s = a->s + (column * BLOCK + token) * 16;
+    finish_stores();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int d = 0; d < dim; d += 32) {
+        _tile_loadd(6, q + d * 16, 64);
+        _tile_loadd(4, k[0] + 2 * d, k_bytes);
+        _tile_loadd(5, k[1] + 2 * d, k_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (columns == 2) {
+            _tile_loadd(7, q + (dim + d) * 16, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        } else {
+            _tile_loadd(4, k[2] + 2 * d, k_bytes);
+            _tile_loadd(5, k[3] + 2 * d, k_bytes);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_dpbf16ps(3, 5, 6);
+        }
+    }
+    _tile_stored(0, s, 64);
+    _tile_stored(1, s + 256, 64);
+    _tile_stored(2, columns == 2 ? s + BLOCK * 16 : s + 512, 64);
+    _tile_stored(3, columns == 2 ? s + BLOCK * 16 + 256 : s + 768, 64);
+}
+
+/* Indices 0, second, 1, second + 1, ... of 16-bit elements. */
+INLINE __m512i interleave(int second) {
+    const vu i = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (__m512i)(i * 0x10001 + ((uint32_t)second << 16));
+}
+
+/* Weights of one column of rows, [tokens][16 rows] in fp32, to tiles of [16 rows][32 tokens]. */
+INLINE void pack_weights(const float *s, int chunks, uint16_t *p) {
+    const __m512i pairs = interleave(16);
+    for (int c = 0; c < chunks; c++, s += 512, p += TILE) {
+        __m512i x[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            const __m512bh both = _mm512_cvtne2ps_pbh(load(s + i * 32 + 16), load(s + i * 32));
+            x[i] = _mm512_permutexvar_epi16(pairs, (__m512i)both);
+        }
+        transpose(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) _mm512_store_si512(p + i * 32, x[i]);
+    }
+}
+
+/* Values of pairs of tokens, interleaved: tiles of [16 pairs][16 dims][2]. */
+static void pack_values(const struct amx_scratch *a, const struct block *b, int dim, int chunks) {
+    const __m512i lo = interleave(32), hi = _mm512_add_epi16(lo, _mm512_set1_epi16(16));
+    for (int i = 0; i < chunks * 16; i++) {
+        const char *v0 = 2 * i < b->n ? b->v[2 * i] : (const char *)a->zeros;
+        const char *v1 = 2 * i + 1 < b->n ? b->v[2 * i + 1] : (const char *)a->zeros;
+        uint16_t *to = a->v + i / 16 * dim * 32 + i % 16 * 32;
+        for (int d = 0; d < dim; d += 32, to += 2 * TILE) {
+            const __m512i x = _mm512_loadu_si512(v0 + 2 * d), y = _mm512_loadu_si512(v1 + 2 * d);
+            _mm512_store_si512(to, _mm512_permutex2var_epi16(x, lo, y));
+            _mm512_store_si512(to + TILE, _mm512_permutex2var_epi16(x, hi, y));
+        }
+    }
+}
+
+/* o of one column of rows and of 32 or 64 dims += weights . values. */
+INLINE void amx_outputs(const struct amx_scratch *a, float *o, int dim, int d, int chunks, int wide) {
+    const int64_t row = 4 * dim;
+    finish_stores();
+    _tile_loadd(0, o + d, row);
+    _tile_loadd(1, o + d + 16, row);
+    if (wide) {
+        _tile_loadd(2, o + d + 32, row);
+        _tile_loadd(3, o + d + 48, row);
+    }
+    for (int c = 0; c < chunks; c++) {
+        const uint16_t *v = a->v + (c * dim + d) * 32;
+        _tile_loadd(4, a->p + c * TILE, 64);
+        _tile_loadd(6, v, 64);
+        _tile_loadd(7, v + TILE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (wide) {
+            _tile_loadd(6, v + 2 * TILE, 64);
+            _tile_loadd(7, v + 3 * TILE, 64);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+    }
+    _tile_stored(0, o + d, row);
+    _tile_stored(1, o + d + 16, row);
+    if (wide) {
+        _tile_stored(2, o + d + 32, row);
+        _tile_stored(3, o + d + 48, row);
+    }
+}
+
+static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end, int ahead) {
+    if (!takes(t->layer)) {
+        body_attend(t, memory, begin, end, ahead);
+        return;
+    }
+    struct amx_scratch *a = amx_carve(t->layer, memory);
+    const int dim = t->layer->head_dim, columns = (t->num_rows + 15) / 16;
+    const int in_place = t->page_size % 16 == 0;
+    struct tile_config mine = {.palette = 1}, before;
+    for (int i = 0; i < 8; i++) mine.rows[i] = 16, mine.bytes_per_row[i] = 64;
+    _tile_storeconfig(&before);
+    _tile_loadconfig(&mine);
+    struct block blocks[2];
+    for (int c = 0; c < columns; c++) a->m[c] = splat(RX_NONE), a->l[c] = (vf){0};
+    memset(a->o, 0, (size_t)columns * 16 * dim * 4);
+    locate(t, begin, end, &blocks[0]);
+    for (int pos = begin, turn = 0; pos < end; pos += BLOCK, turn ^= 1) {
+        const struct block *now = &blocks[turn], *next = &blocks[turn ^ 1];
+        const int chunks = (now->n + 31) / 32, tokens = chunks * 32;
+        locate(t, pos + BLOCK, pos + BLOCK < ahead ? ahead : pos + BLOCK, &blocks[turn ^ 1]);
+        const char *k[BLOCK / 16];
+        for (int i = 0; i < BLOCK; i += 16) { /* where there are no tokens, any keys will do */
+            k[i / 16] = in_place ? now->k[i < now->n ? i : 0] : (const char *)(a->k + i * dim);
+            for (int j = i; !in_place && j < i + 16; j++)
+                memcpy(a->k + j * dim, j < now->n ? now->k[j] : (const char *)a->zeros, (size_t)dim * 2);
+        }
+        fetch(next, next->k, 0, next->n, t->row_bytes);
+        for (int c = 0; c < columns; c += 2)
+            if (c + 1 == columns) amx_logits(a, k, dim * 2, dim, 0, c, 1);
+            else
+                for (int i = 0; i < tokens; i += 32) amx_logits(a, k + i / 16, dim * 2, dim, i, c, 2);
+        pack_values(a, now, dim, chunks);
+        fetch(next, next->v, 0, next->n, t->row_bytes);
+        const int masked = pos < t->max_low || pos + tokens > t->min_high;
+        for (int c = 0; c < columns; c++) {
+            float *s = a->s + c * BLOCK * 16, *o = a->o + c * 16 * dim;
+            const vf fix = weigh(t->layer, s, tokens, 1, pos, masked ? &a->low[c] : NULL,
+                                 &a->high[c], &a->m[c], &a->l[c]);
+            pack_weights(s, chunks, a->p);
+            if (pos > begin && _mm512_cmp_ps_mask(fix, splat(1), _CMP_NEQ_UQ))
+                for (int r = 0; r < 16; r++)
+                    for (int d = 0; d < dim; d += 16) store(o + r * dim + d, load(o + r * dim + d) * fix[r]);
+            for (int d = 0; d < dim; d += 64) amx_outputs(a, o, dim, d, chunks, d + 64 <= dim);
+        }
+    }
+    _tile_loadconfig(&before);
+    for (int r = 0; r < t->num_rows; r++) {
+        float *part = t->part[r];
+        memcpy(part, a->o + r * dim, (size_t)dim * 4);
+        part += rx_part_stride(dim) - 16;
+        part[0] = a->m[r / 16][r % 16];
+        part[1] = a->l[r / 16][r % 16];
+    }
+}
+
+const struct rx_tile_kernel rx_tile_amx = {"amx", amx_scratch_bytes, amx_prepare,
+                                           amx_attend, body_fold, body_finish};
+#endif

@@ -40,7 +40,8 @@ TIERS = ("device", "host", "disk")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="the server's address, without /v1")
+    url = os.environ.get("RADIXSVC_URL", "http://127.0.0.1:8011")
+    add("--url", default=url, help="the server's address, without /v1; default: %(default)s")
     add("--model", help="model name to ask for; the server's first one by default")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
     add("--arrival", choices=("closed", "poisson", "trace"), help="how sessions start")
@@ -144,7 +145,7 @@ async def drive(args: argparse.Namespace) -> list[Metric]:
         headers["Authorization"] = f"Bearer {os.environ[args.api_key_env]}"
     async with aiohttp.ClientSession(
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),  # some servers drop idle ones
         timeout=aiohttp.ClientTimeout(total=args.timeout),
     ) as http:
         model = args.model or await first_model(http, args.url)
@@ -315,9 +316,9 @@ def summarise(name: str, measured: list[Measured], wall: float) -> list[Metric]:
         Metric("requests", len(measured), ""),
         Metric("failed requests", len(measured) - len(done), "", 0),
         Metric("wall time", wall, "s"),
-        Metric("requests", len(done) / wall, "1/s", None, True),
-        Metric("prompt tokens", sum(m.prompt_tokens for m in done) / wall, "tokens/s", None, True),
-        Metric("output tokens", sum(m.output_tokens for m in done) / wall, "tokens/s", None, True),
+        Metric("request rate", len(done) / wall, "1/s", None, True),
+        Metric("prompt rate", sum(m.prompt_tokens for m in done) / wall, "tokens/s", None, True),
+        Metric("output rate", sum(m.output_tokens for m in done) / wall, "tokens/s", None, True),
         *quantiles("TTFT, first turns", (m.first for m in first)),
         *quantiles("TTFT, later turns", (m.first for m in later)),
         *quantiles("inter-token latency", (gap for m in done for gap in m.gaps)),
@@ -350,5 +351,5 @@ def reuse(name: str, done: list[Measured]) -> list[Metric]:
         share = 100 * sum((m.tiers or {}).get(tier, 0) for m in done) / total
         metrics.append(Metric(f"  of these on {tier}{name}", share, "%", None, True))
     most = 100 * sum(m.reusable * m.prompt_tokens for m in done) / total
-    metrics.append(Metric(f"prompt tokens seen before{name}", most, "%", None, True))
+    metrics.append(Metric(f"prompt characters seen before{name}", most, "%", None, True))
     return metrics

@@ -6,8 +6,8 @@
 //                     are (sequence, query head) and the split is loaded once for all
 //     merge_kernel    a block takes (sequence, query head) and adds up its splits in fixed order
 //
-// The grids are persistent: they stride over the plan's lists, whatever their length. A row meets
-// the same tiles in the same order in both split kernels, so grouping changes no bit.
+// The split kernels' grids are persistent: they stride over the plan's lists, whatever their length.
+// A row meets the same tiles in the same order in both, so grouping changes no bit.
 //
 // Partial results: out [slot][q_head][D] not divided by the sum, then (max, sum) [slot][q_head],
 // in powers of two; slot = partials[seq] + split.
@@ -134,53 +134,50 @@ __global__ void __launch_bounds__(MERGE_WARPS * 32)
     auto& shared = *(MergeShared<D>*)shared_memory();
     const int32_t* words = a.batch.plan.words;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, q_heads = a.layer.q_heads;
-    const int64_t num_items = (int64_t)words[RX_NUM_DECODE] * q_heads;
-    for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
-        const int32_t seq = words[words[RX_DECODE] + item / q_heads];
-        const int head = (int)(item % q_heads);
-        const Span span = span_of(a, a.batch.kv_lens[seq] - 1);
-        const int begin = span.first / RX_SPLIT, end = span.last / RX_SPLIT + 1;
-        // Of split s: partial[s * q_heads * D + dim] and stats[s * q_heads * 2].
-        const int64_t at = (int64_t)words[words[RX_PARTIALS] + seq] * q_heads + head;
-        const float* partial = (const float*)a.batch.workspace + at * D;
-        const float* stats = partial_stats(a) + at * 2;
+    const int32_t row = blockIdx.x / q_heads, head = blockIdx.x % q_heads;
+    if (row >= words[RX_NUM_DECODE]) return;
+    const int32_t seq = words[words[RX_DECODE] + row];
+    const Span span = span_of(a, a.batch.kv_lens[seq] - 1);
+    const int begin = span.first / RX_SPLIT, end = span.last / RX_SPLIT + 1;
+    // Of split s: partial[s * q_heads * D + dim] and stats[s * q_heads * 2].
+    const int64_t at = (int64_t)words[words[RX_PARTIALS] + seq] * q_heads + head;
+    const float* partial = (const float*)a.batch.workspace + at * D;
+    const float* stats = partial_stats(a) + at * 2;
 
-        const float sink = a.layer.sinks ? a.layer.sinks[head] * LOG2E : NEG_INF;
-        float max = sink;
-        for (int s = begin + lane; s < end; s += 32) {
-            max = fmaxf(max, stats[(int64_t)s * q_heads * 2]);
-        }
-        for (int mask = 16; mask; mask /= 2) max = fmaxf(max, shfl_xor(max, mask));
+    const float sink = a.layer.sinks ? a.layer.sinks[head] * LOG2E : NEG_INF;
+    float max = sink;
+    for (int s = begin + lane; s < end; s += 32) {
+        max = fmaxf(max, stats[(int64_t)s * q_heads * 2]);
+    }
+    for (int mask = 16; mask; mask /= 2) max = fmaxf(max, shfl_xor(max, mask));
 
-        // Each warp takes every fourth split, counted from the context's beginning.
-        float sum = 0, out[D / 32] = {};
-        SIMT_UNROLL_4
-        for (int s = begin + (warp - begin % MERGE_WARPS + MERGE_WARPS) % MERGE_WARPS; s < end;
-             s += MERGE_WARPS) {
-            const float weight = fast_exp2(stats[(int64_t)s * q_heads * 2] - max);
-            sum += weight * stats[(int64_t)s * q_heads * 2 + 1];
-            SIMT_UNROLL
-            for (int i = 0; i < D / 32; i++) {
-                out[i] += weight * partial[(int64_t)s * q_heads * D + i * 32 + lane];
-            }
-        }
+    // Each warp takes every fourth split, counted from the context's beginning.
+    float sum = 0, out[D / 32] = {};
+    SIMT_UNROLL_4
+    for (int s = begin + (warp - begin % MERGE_WARPS + MERGE_WARPS) % MERGE_WARPS; s < end;
+         s += MERGE_WARPS) {
+        const float weight = fast_exp2(stats[(int64_t)s * q_heads * 2] - max);
+        sum += weight * stats[(int64_t)s * q_heads * 2 + 1];
         SIMT_UNROLL
-        for (int i = 0; i < D / 32; i++) shared.out[warp][i * 32 + lane] = out[i];
-        if (lane == 0) shared.sum[warp] = sum;
-        __syncthreads();
-        if (threadIdx.x < D / 2) {
-            float total = fast_exp2(sink - max), low = 0, high = 0;
-            for (int w = 0; w < MERGE_WARPS; w++) {
-                total += shared.sum[w];
-                low += shared.out[w][2 * threadIdx.x];
-                high += shared.out[w][2 * threadIdx.x + 1];
-            }
-            const int32_t token = a.batch.cu_seqlens_q[seq];
-            uint16_t* row = (uint16_t*)a.layer.out + token * a.layer.out_stride +
-                            head * a.layer.out_head_stride;
-            *(uint32_t*)(row + 2 * threadIdx.x) = E::pack(low / total, high / total);
+        for (int i = 0; i < D / 32; i++) {
+            out[i] += weight * partial[(int64_t)s * q_heads * D + i * 32 + lane];
         }
-        __syncthreads();  // before the next item's sums
+    }
+    SIMT_UNROLL
+    for (int i = 0; i < D / 32; i++) shared.out[warp][i * 32 + lane] = out[i];
+    if (lane == 0) shared.sum[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x < D / 2) {
+        float total = fast_exp2(sink - max), low = 0, high = 0;
+        for (int w = 0; w < MERGE_WARPS; w++) {
+            total += shared.sum[w];
+            low += shared.out[w][2 * threadIdx.x];
+            high += shared.out[w][2 * threadIdx.x + 1];
+        }
+        const int32_t token = a.batch.cu_seqlens_q[seq];
+        uint16_t* target = (uint16_t*)a.layer.out + token * a.layer.out_stride +
+                           head * a.layer.out_head_stride;
+        *(uint32_t*)(target + 2 * threadIdx.x) = E::pack(low / total, high / total);
     }
 }
 

@@ -219,7 +219,7 @@ def test_a_small_workspace_is_refused(backend):
 
 def test_pages_beyond_two_to_the_31_elements(backend):
     arrays = Problem((1, 40), (70, 90), layer_offset=64, page_stride=1 << 28).arrays()
-    assert arrays.pages.max() > 8  # page 8 begins at 2^31 elements
+    assert arrays.pages[: arrays.page_indptr[-1]].max() > 8  # page 8 begins at 2^31 elements
     assert_close(attend(backend, arrays), arrays)
 
 

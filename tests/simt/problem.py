@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.generic]
+FAR_AWAY = 1 << 30  # the page id behind a list: whoever reads it and follows it crashes
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 # Against float64, on inputs of unit variance: rounding of inputs is common to both sides, that of
 # weights and results is not.
@@ -123,7 +124,7 @@ def build_arrays(p: Problem, place: int) -> Arrays:
         p, pool, fused(p.q_heads), fused(p.kv_heads), fused(p.kv_heads),
         np.random.default_rng(p.seed).standard_normal(p.q_heads).astype(np.float32),
         indptr(list(p.q_lens)), np.array(p.kv_lens, np.int32), indptr(needed),
-        np.concatenate([*tables, np.zeros(1, np.int32)]),
+        np.concatenate([*tables, np.full(64, FAR_AWAY, np.int32)]),
     )  # fmt: skip
     for seq, (q_len, kv_len) in enumerate(zip(p.q_lens, p.kv_lens, strict=True)):
         rng = np.random.default_rng([p.seed, p.ids[seq] if p.ids else seq])

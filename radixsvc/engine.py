@@ -236,8 +236,8 @@ class Engine:
             num_decode = sum(s.request.state is State.DECODING for s in scheduled)
             num_prefill = sum(s.num_tokens for s in scheduled) - num_decode
             self._run(scheduled)
-            self.sizer.record(num_prefill, num_decode, started)
             self._step_seconds = time.perf_counter() - started
+            self.sizer.record(num_prefill, num_decode, self._step_seconds)
             self._steps += 1
             self._last_progress = time.monotonic()
         self._wake_streams()
@@ -264,16 +264,16 @@ class Engine:
             self._wait(self.config.idle_check_seconds)
 
     def _warm_up(self) -> None:
-        """One real forward pass, for readiness and for a first estimate of the speed."""
-        num_tokens = min(64, self.max_request_tokens - 1)
+        """Real forward passes, for readiness and for a first estimate of the speed."""
+        num_tokens = min(128, self.max_request_tokens - 1)
         tokens = (np.arange(num_tokens) % self.model.info.vocab_size).astype(np.int32)
-        for _ in range(2):  # the first pass builds what later ones reuse
-            lease = self.cache.acquire(WARM_UP_NAMESPACE, tokens)
-            lease.extend(num_tokens)
+        lease = self.cache.acquire(WARM_UP_NAMESPACE, tokens)
+        lease.extend(num_tokens)
+        for n in (1, 1, 1, num_tokens, num_tokens, num_tokens):
             started = time.perf_counter()
-            self._forward_parts([(tokens, 0, lease.page_table)])
-            self.sizer.record(num_tokens, 0, started)
-            lease.release()
+            self._forward_parts([(tokens[:n], 0, lease.page_table)])
+            self.sizer.record(n if n > 1 else 0, 1, time.perf_counter() - started)
+        lease.release()
         self._last_progress = time.monotonic()
         self.ready = True
 

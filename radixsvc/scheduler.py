@@ -11,8 +11,9 @@ times goes first, in order of arrival, and nobody overtakes it for want of pages
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from radixsvc.cache import PrefixCache
@@ -227,37 +228,41 @@ class Scheduler:
 class ChunkSizer:
     """How many prefill tokens fit a step's time, from how long steps took.
 
-    The rate is a running mean over steps that prefill; decoding in the same step costs what
-    steps of decoding alone cost.
+    A step is taken to cost a base, which a decode step alone costs too (reading the weights),
+    and so much for each token of prefill. Both are medians of recent steps: on a shared machine
+    one slow step must not make the next chunks small, and so slower for each of their tokens.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.seconds_per_token = 0.0
-        self.decode_seconds = 0.0
         self.limit = config.max_chunk
+        self._bases: deque[float] = deque(maxlen=15)
+        self._rates: deque[float] = deque(maxlen=15)
+
+    @property
+    def base_seconds(self) -> float:
+        return median(self._bases) if self._bases else 0.0
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of prefill beyond the base; 0 until a step was recorded."""
+        return median(self._rates) if self._rates else 0.0
 
     def chunk(self) -> int:
         """Prefill tokens for the next step."""
-        if self.seconds_per_token == 0.0:
+        rate = self.seconds_per_token
+        if rate == 0.0:
             return min(self.limit, 8 * self.config.min_chunk)
-        left = max(0.0, self.config.step_seconds - self.decode_seconds)
-        fits = int(left / self.seconds_per_token)
+        fits = int((self.config.step_seconds - self.base_seconds) / rate)
         return max(self.config.min_chunk, min(fits, self.limit))
 
-    def record(self, num_prefill: int, num_decode: int, started: float) -> None:
-        """A step that began at `started` (time.perf_counter) ran these many tokens."""
-        seconds = time.perf_counter() - started
+    def record(self, num_prefill: int, num_decode: int, seconds: float) -> None:
+        """A step took `seconds` for so many tokens of prefill beside so many decoding requests."""
         if num_prefill == 0:
-            self.decode_seconds += 0.2 * (seconds - self.decode_seconds)
-            return
-        if num_decode:
-            seconds = max(seconds - self.decode_seconds, 0.1 * seconds)
-        if num_prefill < self.config.min_chunk:
-            return
-        rate = seconds / num_prefill
-        weight = 0.3 if self.seconds_per_token else 1.0
-        self.seconds_per_token += weight * (rate - self.seconds_per_token)
+            self._bases.append(seconds)
+        elif num_prefill >= self.config.min_chunk:
+            # A step can't cost less a token than a tenth of its time, whatever the base was.
+            self._rates.append(max(seconds - self.base_seconds, 0.1 * seconds) / num_prefill)
 
     def shrink(self) -> bool:
         """A step ran out of memory: halve the largest chunk. False where it is at the least."""

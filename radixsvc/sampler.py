@@ -1,0 +1,176 @@
+"""Picking the next token: greedy or sampled, with penalties, biases and log-probabilities.
+
+Every row is worked on alone and every request has its own random numbers, the n-th of which is a
+function of its seed and n: so a seed gives the same text whatever else is in the batch, after a
+preemption too, and asking twice for the same token gives the same answer. In order:
+
+    repetition penalty -> presence and frequency penalty -> bias -> temperature
+      -> top_k -> top_p -> min_p -> draw
+
+Equal logits count in the order of their ids, lowest first.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixsvc.request import SamplingParams, TokenLogprob, Tokens
+
+Row = npt.NDArray[np.float32]
+
+# exp(-20) is 2e-9: what lies further below the best logit is looked at only where it is asked for
+NEAR = 20.0
+WORD = (1 << 64) - 1
+
+
+class Sampled(NamedTuple):
+    token: int
+    logprob: TokenLogprob | None
+
+
+class SamplerState:
+    """What one request's sampling has to remember."""
+
+    def __init__(self, params: SamplingParams, prompt: Tokens) -> None:
+        self.params = params
+        self.num_sampled = 0
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._stream = _mix(seed & WORD)
+        self._counts: dict[int, int] = {}  # of sampled tokens
+        penalised = params.presence_penalty or params.frequency_penalty
+        self._counting = bool(penalised) or params.repetition_penalty != 1.0
+        self._prompt = np.unique(prompt) if params.repetition_penalty != 1.0 else None
+        self._bias_ids = np.array([i for i, _ in params.logit_bias], np.int64)
+        self._bias = np.array([b for _, b in params.logit_bias], np.float32)
+        self.changes_logits = self._counting or bool(params.logit_bias)
+        # the most likely token as the model gives it, and nothing told about it
+        self.plain = (
+            params.temperature == 0 and not self.changes_logits and params.top_logprobs is None
+        )
+
+    def changed(self, row: Row) -> Row:
+        """A copy of one row of logits with penalties and biases."""
+        row = row.copy()
+        params = self.params
+        sampled = np.fromiter(self._counts, np.int64, len(self._counts))
+        if self._prompt is not None:  # https://arxiv.org/abs/1909.05858, section 4.1
+            ids = np.union1d(self._prompt, sampled)
+            values, penalty = row[ids], np.float32(params.repetition_penalty)
+            row[ids] = np.where(values > 0, values / penalty, values * penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+            row[sampled] -= params.presence_penalty + params.frequency_penalty * counts
+        row[self._bias_ids] += self._bias
+        return row
+
+    def uniform(self) -> float:
+        """The random number in [0, 1) of the next token."""
+        return (_mix(self._stream + self.num_sampled) >> 11) * 2.0**-53
+
+    def learn(self, token: int) -> None:
+        """The next token is picked."""
+        self.num_sampled += 1
+        if self._counting:
+            self._counts[token] = self._counts.get(token, 0) + 1
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
+    """Pick a token from each row of `logits` (fp32 [R, vocab_size]) for the R `states`.
+
+    ValueError, with no state changed, where a row holds no finite largest logit.
+    """
+    best, ids = logits.max(dim=-1)  # of equals the first
+    if not bool(torch.isfinite(best).all()):
+        raise ValueError("the model gave logits that are not finite")
+    picked = [Sampled(token, None) for token in ids.tolist()]
+    special = [i for i, state in enumerate(states) if not state.plain]
+    if special:
+        rows: npt.NDArray[np.float32] = logits[special].cpu().numpy()
+        for i, row in zip(special, rows, strict=True):
+            picked[i] = _sample_row(row, states[i], picked[i].token)
+    for state, sampled in zip(states, picked, strict=True):
+        state.learn(sampled.token)
+    return picked
+
+
+def _sample_row(row: Row, state: SamplerState, best: int) -> Sampled:
+    params = state.params
+    changed = state.changed(row) if state.changes_logits else row
+    if params.temperature == 0:
+        token = int(changed.argmax()) if state.changes_logits else best
+    else:
+        token = _draw(changed, params, state.uniform())
+    if params.top_logprobs is None:
+        return Sampled(token, None)
+    return Sampled(token, logprob(row, token, params.top_logprobs))
+
+
+def _draw(row: Row, params: SamplingParams, uniform: float) -> int:
+    """The token at which the cumulated probability of what the filters leave passes `uniform`."""
+    heights = (row - row.max()) / max(params.temperature, 1e-6)  # at most 0: no overflow
+    if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
+        return _pick(np.exp(heights), uniform)
+    ids, weights = _by_weight(heights, -NEAR)
+    total = float(np.exp(heights).sum(dtype=np.float64))
+    if params.top_k > len(ids) or (
+        params.min_p < math.exp(-NEAR)
+        and params.top_k <= 0
+        and params.top_p * total > weights.sum()
+    ):
+        ids, weights = _by_weight(heights, -math.inf)
+    if 0 < params.top_k < len(ids):
+        ids, weights = ids[: params.top_k], weights[: params.top_k]
+    if params.top_k > 0:
+        total = float(weights.sum())
+    if params.top_p < 1:
+        before = np.cumsum(weights) - weights  # the likelier ones' share
+        num = max(1, int(np.searchsorted(before, params.top_p * total)))
+        ids, weights = ids[:num], weights[:num]
+    if params.min_p > 0:
+        num = int((weights >= params.min_p * weights[0]).sum())
+        ids, weights = ids[:num], weights[:num]
+    return int(ids[_pick(weights, uniform)])
+
+
+def _pick(weights: npt.NDArray[np.floating[Any]], uniform: float) -> int:
+    cumulated = np.cumsum(weights, dtype=np.float64)
+    index = int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right"))
+    return min(index, len(weights) - 1)
+
+
+def _by_weight(heights: Row, floor: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Ids of what lies above `floor`, and exp(heights) of them, the heaviest first."""
+    ids = np.flatnonzero(heights > floor)
+    found = heights[ids]
+    order = np.argsort(-found, kind="stable")
+    return ids[order], np.exp(found[order], dtype=np.float64)
+
+
+def logprob(row: Row, token: int, num_top: int) -> TokenLogprob:
+    """Natural log-probabilities of `token` and of the `num_top` likeliest, by the model's own
+    logits: before penalties, biases and temperature."""
+    peak = row.max()
+    norm = float(peak) + math.log(float(np.exp(row - peak).sum(dtype=np.float64)))
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top > 0:
+        num_top = min(num_top, len(row))
+        least = np.partition(row, len(row) - num_top)[len(row) - num_top]
+        ids = np.flatnonzero(row >= least)
+        ids = ids[np.argsort(-row[ids], kind="stable")[:num_top]]
+        top = tuple((int(i), float(row[i]) - norm) for i in ids)
+    return TokenLogprob(token, float(row[token]) - norm, top)
+
+
+def _mix(value: int) -> int:
+    """64 well mixed bits of a counter: SplitMix64, https://doi.org/10.1145/2714064.2660195."""
+    value = (value + 1) * 0x9E3779B97F4A7C15 & WORD
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & WORD
+    return value ^ value >> 31

@@ -113,11 +113,15 @@ def _require(claim: bool, otherwise: str) -> None:
 
 
 def format_tree(
-    tree: RadixTree, max_nodes: int = 200, visible: Callable[[str], bool] | None = None
+    tree: RadixTree,
+    max_nodes: int = 200,
+    visible: Callable[[str], bool] | None = None,
+    label: Callable[[bytes], str] | None = None,
 ) -> str:
     """The tree as text: tokens, pages by tier, references, last use; no token ids.
 
-    `visible` picks namespaces; without it all are shown, flushed ones too.
+    `visible` picks namespaces; without it all are shown, flushed ones too. `label` spells a
+    node's tokens.
 
     "6:team a" 34 tokens
       16 tokens  device 1  refs 1  used 5
@@ -133,7 +137,8 @@ def format_tree(
         stack = [(child, 1) for child in root.children or ()]
         while stack and len(lines) < max_nodes:
             node, depth = stack.pop()
-            lines.append("  " * depth + _describe(tree, node))
+            spelled = "" if label is None else f"[{label(node.tokens)}]  "
+            lines.append("  " * depth + spelled + _describe(tree, node))
             stack += [(child, depth + 1) for child in node.children or ()]
     if tree.num_nodes > max_nodes:
         lines.append(f"... of {tree.num_nodes} nodes")

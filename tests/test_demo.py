@@ -1,0 +1,40 @@
+"""The demonstration runs, and its pictures show what it tells."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from radixsvc.bench import demo
+
+
+def printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    assert demo.run(parser.parse_args(options)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_small_tree_shows_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = re.split(r"^\d\. ", printed(capsys, "--no-model"), flags=re.MULTILINE)[1:]
+    picture = {step.split("\n")[0]: step for step in steps}
+    assert "from cache 14, computed 3" in picture["Prefix match"]
+    assert "11 of 14 tokens come from the cache" in picture["Edge split"]
+    assert "[you are a kind and patient helper .]  8 tokens" in picture["Edge split"]
+    assert "refs 2" in picture["Reference counts"]
+    assert "[tree ? in two words]  5 tokens  ghost" in picture["Eviction"]
+
+
+def test_the_model_says_where_its_tokens_came_from(
+    capsys: pytest.CaptureFixture[str], tiny_llama: Path
+) -> None:
+    out = printed(capsys, "--model", str(tiny_llama), "--prompt-tokens", "80")
+    rows = {line[:24].strip(): line[24:].split() for line in out.splitlines() if " ms" in line}
+    prompt, device, _, _, computed = map(int, rows["cold"][:5])
+    assert (prompt, device, computed) == (80, 0, 80)
+    prompt, device, _, _, computed = map(int, rows["follow-up turn"][:5])
+    assert (prompt, device, computed) == (108, 87, 21)
+    assert int(rows["the first again"][1]) > 0

@@ -19,7 +19,7 @@ class DeviceTier(PageLedger):
         self.shape = shape
         self.page_bytes = shape.nbytes
         self.device = device
-        self.pool = torch.zeros(
+        self.pool = torch.empty(
             num_pages, shape.elems, dtype=getattr(torch, shape.dtype), device=device
         )
 

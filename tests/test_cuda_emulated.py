@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from simt import conformance
 from simt.build import emulated_library
 from simt.gpu import cuda  # noqa: F401
 from simt.problem import TOLERANCE, Problem, decode, encode, expected, pool_after
@@ -257,3 +258,14 @@ def test_copies_that_are_not_supported_are_refused(backend, num, blocks, words):
     pages, ids = np.zeros((2, 64), np.uint8), np.zeros(1, np.int32)
     with pytest.raises(RuntimeError, match=words):
         copied(backend, pages, pages.copy(), ids, ids, 0, num, blocks)
+
+
+@pytest.mark.parametrize("name", conformance.OPS)
+def test_emulated_words_are_what_they_are_defined_as(emulated, name):
+    words = conformance.inputs(name)
+    out = np.zeros((*words.shape[:2], conformance.OPS[name].num_out), np.uint32)
+    conformance.run(emulated.library, name, words.ctypes.data, out.ctypes.data, 0)
+    if name in conformance.EXACT:
+        np.testing.assert_array_equal(out, conformance.defined(name))
+    else:
+        np.testing.assert_allclose(out.view(np.float32), conformance.defined(name), 2e-5, 2e-6)

@@ -5,6 +5,7 @@ extern "C" {
 }
 #include "append.cu"
 #include "attention.cu"
+#include "conformance.cu"
 #include "decode.cu"
 #include "page_copy.cu"
 #include "prefill.cu"

@@ -10,16 +10,21 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from radixsvc import __version__
 from radixsvc import config as configuration
 from radixsvc.client import ApiError, Client
 from radixsvc.errors import SetupError
+
+TOOLS = {
+    "simulate": "what cache policies would make of a trace or a workload; no model",
+    "demo": "the cache's moves, step by step",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,9 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(required=True, metavar="NAME")
     for file in sorted((Path(__file__).parent / "bench").glob("[a-z]*.py")):
         if "def add_arguments(" in file.read_text():
-            added = benches.add_parser(file.stem, add_help=False, prefix_chars="\0")
+            under, run = (commands, _tool) if file.stem in TOOLS else (benches, _bench)
+            added = under.add_parser(
+                file.stem, add_help=False, prefix_chars="\0", help=TOOLS.get(file.stem)
+            )
             added.add_argument("rest", nargs=argparse.REMAINDER)
-            added.set_defaults(run=_bench, name=file.stem)
+            added.set_defaults(run=run, name=file.stem)
     return parser
 
 
@@ -179,7 +187,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _version(args: argparse.Namespace) -> int:
-    print(version("radixsvc"))
+    print(__version__)
     return 0
 
 
@@ -254,6 +262,18 @@ def _bench(args: argparse.Namespace) -> int:
     parsed = parser.parse_args(args.rest)
     print_metrics(module.run(parsed), parsed.json)
     return 0
+
+
+def _tool(args: argparse.Namespace) -> int:
+    module = importlib.import_module(f"radixsvc.bench.{args.name}")
+    parser = argparse.ArgumentParser(
+        prog=f"radixsvc {args.name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse_args(args.rest))
+    return code
 
 
 def _text(argument: str) -> str:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from radixsvc.bench import simulate, workloads
 from radixsvc.bench.history import Prompt, trace_history, workload_history
 from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix
+from radixsvc.cli import main
 from radixsvc.errors import SetupError
 
 
@@ -217,3 +218,9 @@ def test_bad_options_are_told_in_words(tmp_path: Path, option: list[str]) -> Non
 def test_sizes_need_units(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         simulate.size(text)
+
+
+def test_the_command_line_reaches_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--workload", "documents", "--policies", "radix"]) == 0
+    assert "documents: 8 requests" in capsys.readouterr().out
+    assert main(["simulate", "--policies", "magic"]) == 2

@@ -25,8 +25,9 @@ from radixsvc.request import SamplingParams, TokenLogprob, Tokens
 
 Row = npt.NDArray[np.float32]
 
-# exp(-20) is 2e-9: what lies further below the best logit is looked at only where it is asked for
-NEAR = 20.0
+# What lies within these of the best logit is sorted first; the rest only where it is needed too.
+FLOORS = (-8.0, -14.0, -math.inf)
+BLOCK = 256
 WORD = (1 << 64) - 1
 
 
@@ -92,9 +93,10 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
     picked = [Sampled(token, None) for token in ids.tolist()]
     special = [i for i, state in enumerate(states) if not state.plain]
     if special:
-        rows: npt.NDArray[np.float32] = logits[special].cpu().numpy()
+        # on a CPU rows are looked at in place; from elsewhere only these come over, in one go
+        rows = [logits[i] for i in special] if logits.is_cpu else logits[special].cpu().unbind()
         for i, row in zip(special, rows, strict=True):
-            picked[i] = _sample_row(row, states[i], picked[i].token)
+            picked[i] = _sample_row(row.numpy(), states[i], picked[i].token)
     for state, sampled in zip(states, picked, strict=True):
         state.learn(sampled.token)
     return picked
@@ -117,14 +119,19 @@ def _draw(row: Row, params: SamplingParams, uniform: float) -> int:
     heights = (row - row.max()) / max(params.temperature, 1e-6)  # at most 0: no overflow
     if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
         return _pick(np.exp(heights), uniform)
-    ids, weights = _by_weight(heights, -NEAR)
-    total = float(np.exp(heights).sum(dtype=np.float64))
-    if params.top_k > len(ids) or (
-        params.min_p < math.exp(-NEAR)
-        and params.top_k <= 0
-        and params.top_p * total > weights.sum()
-    ):
-        ids, weights = _by_weight(heights, -math.inf)
+    chances = np.exp(heights)
+    total = float(chances.sum(dtype=np.float64))
+    for floor in FLOORS:
+        near = np.flatnonzero(heights > floor)
+        if params.top_k > 0:
+            enough = len(near) >= params.top_k
+        else:
+            share = float(chances[near].sum(dtype=np.float64))
+            enough = share >= params.top_p * total or params.min_p >= math.exp(floor)
+        if enough:
+            break
+    ids = _heaviest_first(heights, near)
+    weights = chances[ids].astype(np.float64)
     if 0 < params.top_k < len(ids):
         ids, weights = ids[: params.top_k], weights[: params.top_k]
     if params.top_k > 0:
@@ -140,17 +147,25 @@ def _draw(row: Row, params: SamplingParams, uniform: float) -> int:
 
 
 def _pick(weights: npt.NDArray[np.floating[Any]], uniform: float) -> int:
-    cumulated = np.cumsum(weights, dtype=np.float64)
-    index = int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right"))
-    return min(index, len(weights) - 1)
+    """The index at which the cumulated weights pass `uniform` of their sum; block by block."""
+    starts = np.arange(0, len(weights), BLOCK)
+    sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    target = uniform * sums[-1]
+    block = min(int(np.searchsorted(sums, target, side="right")), len(starts) - 1)
+    rest = target - (sums[block - 1] if block else 0.0)
+    within = np.cumsum(weights[starts[block] : starts[block] + BLOCK], dtype=np.float64)
+    return int(starts[block]) + min(
+        int(np.searchsorted(within, rest, side="right")), len(within) - 1
+    )
 
 
-def _by_weight(heights: Row, floor: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Ids of what lies above `floor`, and exp(heights) of them, the heaviest first."""
-    ids = np.flatnonzero(heights > floor)
-    found = heights[ids]
-    order = np.argsort(-found, kind="stable")
-    return ids[order], np.exp(found[order], dtype=np.float64)
+def _heaviest_first(heights: Row, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`ids` by falling height, equals by id. A height is at most 0, so the bits of its magnitude
+    rise as it falls: with the id below them, one sort of plain integers does it."""
+    keys = np.abs(heights[ids]).view(np.uint32).astype(np.uint64) << np.uint64(32)
+    keys |= ids.astype(np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
 def logprob(row: Row, token: int, num_top: int) -> TokenLogprob:
@@ -162,8 +177,7 @@ def logprob(row: Row, token: int, num_top: int) -> TokenLogprob:
     if num_top > 0:
         num_top = min(num_top, len(row))
         least = np.partition(row, len(row) - num_top)[len(row) - num_top]
-        ids = np.flatnonzero(row >= least)
-        ids = ids[np.argsort(-row[ids], kind="stable")[:num_top]]
+        ids = _heaviest_first(row - peak, np.flatnonzero(row >= least))[:num_top]
         top = tuple((int(i), float(row[i]) - norm) for i in ids)
     return TokenLogprob(token, float(row[token]) - norm, top)
 

@@ -207,7 +207,7 @@ class Engine:
             with torch.inference_mode():
                 self._warm_up()
                 while not self._stopping:
-                    self._take_in()
+                    self.take_in()
                     if self.scheduler.has_work:
                         if not self.step():
                             self._wait(0.001)
@@ -243,7 +243,8 @@ class Engine:
         self._wake_streams()
         return bool(scheduled)
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
+        """Do what other threads asked for since the last step."""
         while self._inbox:
             self._inbox.popleft()()
 

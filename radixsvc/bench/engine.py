@@ -8,6 +8,7 @@ what a step takes beside model and attention, measured with a model that answers
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import time
 from collections.abc import Callable
@@ -19,10 +20,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from radixsvc.bench.harness import complete, greedy, running_engine
 from radixsvc.bench.report import Metric
-from radixsvc.engine import Engine
+from radixsvc.cache import PrefixCache
+from radixsvc.engine import Engine, EngineConfig
 from radixsvc.fetch import fetch
 from radixsvc.model import Model, load_model
-from radixsvc.request import Tokens
+from radixsvc.request import Request, Tokens
+from radixsvc.sampler import SamplerState, sample
+from radixsvc.stream import TokenStream
+from tiers.device import DeviceTier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,38 +127,40 @@ def decode(engine: Engine, stock: Any, rounds: int) -> list[Metric]:
 
 
 def step_overhead(model: Model) -> list[Metric]:
-    """A step's time with a model that answers at once: scheduling, batches, streams."""
+    """A decode step of the engine thread with a model that answers at once, sampling apart."""
     metrics = []
+    loop = asyncio.new_event_loop()
     for batch, target in ((8, 300.0), (64, 1500.0)):
         instant = InstantModel(model)
-        with running_engine(instant, 64 * 400) as engine:  # type: ignore[arg-type]
-            prompts = [random_prompt(300 + i, 32, model) for i in range(batch)]
-            complete(engine, prompts, greedy(200))
-            sampling = instant.sampling_seconds(batch)
-            step = statistics.median(instant.spans[-150:-5]) - sampling
+        device = DeviceTier(model.page_shape(16), 64 * 24, torch.device("cpu"))
+        engine = Engine(instant, device, PrefixCache(device, 16), EngineConfig())  # type: ignore[arg-type]
+        for i in range(batch):
+            prompt, stream = random_prompt(300 + i, 32, model), TokenStream(loop, 10_000)
+            engine.submit(Request(f"{i}", "bench", prompt, greedy(300), stream))
+        engine.take_in()
+        with torch.inference_mode():
+            spans = [timed(engine.step) for _ in range(200)][50:]
+        step = statistics.median(spans) - instant.sampling_seconds(batch)
         metrics.append(Metric(f"step overhead at batch {batch}", step * 1e6, "us", target))
+    loop.close()
     return metrics
 
 
 class InstantModel:
-    """Constant logits at no cost; notes the time from one decode step to the next."""
+    """Constant logits at no cost."""
 
     def __init__(self, model: Model) -> None:
         self.info = model.info
-        self.page_shape = model.page_shape
-        self.spans: list[float] = []
         self._logits = torch.zeros(64, 32)
-        self._last = time.perf_counter()
 
     def forward(self, ids: Any, positions: Any, context: Any, rows: Any) -> torch.Tensor:
-        now = time.perf_counter()
-        self.spans.append(now - self._last)
-        self._last = now
         return self._logits[: len(rows)]
 
     def sampling_seconds(self, batch: int) -> float:
         logits = self._logits[:batch]
-        return statistics.median(timed(lambda: logits.argmax(-1).tolist()) for _ in range(50))
+        params = greedy(1)
+        states = [SamplerState(params, np.zeros(1, np.int32)) for _ in range(batch)]
+        return statistics.median(timed(lambda: sample(logits, states)) for _ in range(50))
 
 
 def stock_forward(stock: Any, tokens: Tokens, past: DynamicCache) -> None:

@@ -10,8 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+import simt.run
 import torch
+from simt.build import emulated_library, require_compiler
+from simt.kernels import EmulatedKernels
 
+import radixsvc.attention
 from radixsvc.attention import RaggedBatch, StepContext, attention_step, paged_attention
 from tiers import _kernels
 from tiers.page import PageShape
@@ -86,9 +90,67 @@ class C:
             _kernels.set_num_threads(1)
 
 
+def cuda_refuses(case: Case) -> str | None:
+    """What the CUDA kernels say of a layer they do not support."""
+    head_dim, size = case.q.shape[2], case.pool.element_size()
+    if size == 2 and head_dim not in (64, 96, 128, 256):
+        return "the CUDA kernels take head_dim 64, 96, 128 or 256 in bfloat16 and float16"
+    if case.pool.data_ptr() % 16:
+        return "the CUDA kernels take pages and layers that begin at multiples of 16 bytes"
+    return None
+
+
+class Emulated:
+    """The CUDA kernels, thread by thread on the CPU."""
+
+    name = "emulated"
+
+    def refuses(self, case: Case) -> str | None:
+        require_compiler()
+        return cuda_refuses(case)
+
+    def attend(self, case: Case) -> torch.Tensor:
+        emulated = simt.run.Emulated(emulated_library())
+        emulated.configure(simt.run.RANDOM)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(radixsvc.attention, "_kernels", EmulatedKernels(emulated))
+            return C("").attend(case)
+
+
+class Cuda:
+    """The CUDA kernels on a GPU."""
+
+    name = "cuda"
+
+    def refuses(self, case: Case) -> str | None:
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        if not _kernels.build_info()["cuda_archs"]:
+            return "the extension was built without CUDA"
+        return cuda_refuses(case)
+
+    def attend(self, case: Case) -> torch.Tensor:
+        batch = RaggedBatch.build(
+            case.q_lens,
+            case.kv_lens,
+            case.page_tables,
+            case.shape.page_size,
+            "cuda",
+            share_prefixes=case.share_prefixes,
+        )
+        pool, q, k, v = (x.cuda() for x in (case.pool, case.q, case.k, case.v))
+        sinks = None if case.sinks is None else case.sinks.cuda()
+        with attention_step(StepContext(pool, case.shape, batch)):
+            out = paged_attention(
+                q, k, v, case.layer, case.scale, case.window, case.softcap, sinks
+            )
+        case.pool.copy_(pool)
+        return out.cpu()
+
+
 BACKENDS: list[Any] = [
-    pytest.param(backend, id=backend.name)
-    for backend in (C("plain"), C("avx2"), C("avx512"), C("amx"), C("", 3))
+    pytest.param(backend, id=backend.name, marks=pytest.mark.gpu if backend.name == "cuda" else ())
+    for backend in (C("plain"), C("avx2"), C("avx512"), C("amx"), C("", 3), Emulated(), Cuda())
 ]
 
 

@@ -9,23 +9,17 @@ import pytest
 import torch
 
 from simt.problem import Array
-from simt.structs import Batch, Copy, Layer, Plan
+from simt.structs import (
+    COPY_FIELDS,
+    DEVICE_FIELDS,
+    HOST_FIELDS,
+    LAYER_FIELDS,
+    Batch,
+    Copy,
+    Layer,
+    Plan,
+)
 from tiers import _kernels
-
-# The order of the bindings' arguments (tiers/_kernels.pyi).
-DEVICE_FIELDS = "num_seqs num_tokens page_size cu_seqlens_q kv_lens page_indptr pages".split()
-HOST_FIELDS = (
-    "num_seqs num_tokens page_size max_q_len max_kv_len cu_seqlens_q kv_lens page_indptr pages "
-    "num_groups group_indptr group_seqs group_lens"
-).split()
-LAYER_FIELDS = (
-    "dtype q_heads kv_heads head_dim pool page_stride layer_offset q q_stride q_head_stride "
-    "k k_stride k_head_stride v v_stride v_head_stride out out_stride out_head_stride "
-    "scale softcap window sinks"
-).split()
-COPY_FIELDS = (
-    "src src_stride src_offset src_ids dst dst_stride dst_offset dst_ids num_pages nbytes"
-).split()
 
 
 class Cuda:

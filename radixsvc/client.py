@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -163,8 +164,9 @@ class AsyncClient:
         """A response with status 200. Waits and asks again while the service is busy."""
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=self._timeout, headers=self._headers)
-        data = None if body is None else msgpack.packb(body)
+        packed = None if body is None else msgpack.packb(body)
         for attempt in range(self.retries + 1):
+            data = None if packed is None else io.BytesIO(packed)
             wait = min(LONGEST_WAIT, 0.25 * 2**attempt) * random.uniform(0.75, 1.25)
             try:
                 response = await self._session.request(method, self.url + path, data=data)
@@ -179,9 +181,9 @@ class AsyncClient:
                     error = ApiError(response.status, _error(await response.read()))
                 if response.status not in RETRIED or attempt == self.retries:
                     raise error
-                with_header = response.headers.get("retry-after", "")
-                if with_header.isdecimal():
-                    wait = min(LONGEST_WAIT, max(float(with_header), wait))
+                retry_after = response.headers.get("retry-after", "")
+                if retry_after.isdecimal():
+                    wait = min(LONGEST_WAIT, max(float(retry_after), wait))
             await asyncio.sleep(wait)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from radixsvc.node import TOKEN_BYTES, Level, Node
+from radixsvc.node import PAGES, TOKEN_BYTES, Node
 from radixsvc.protocol import Divergence, Evicted, Explanation, Realigned, TierTokens
 from radixsvc.request import Tokens
 from radixsvc.tree import Match, RadixTree
@@ -47,7 +47,7 @@ def look(tree: RadixTree, namespace: str, tokens: Tokens) -> Look:
     while node is not None and node.parent is not None:
         start = end - used // TOKEN_BYTES
         if (ghost := tree.ghosts.get(node)) is not None:
-            tier = Level(ghost.level).name.lower()
+            tier = PAGES[ghost.level]
             evicted.append(Evicted(start, end, tier, round(now - ghost.time, 1)))
         end, node = start, node.parent
         used = len(node.tokens)

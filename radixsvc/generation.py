@@ -183,16 +183,12 @@ def _delta(index: int, piece: Piece, parser: ToolCallParser | None, tokenizer: T
 
 
 def _logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> ChatLogprob:
-    def named(token: int) -> tuple[str, list[int]]:
-        text = tokenizer.decode(np.array([token], np.int32))
-        return text, list(text.encode())
+    def named(token: int, value: float) -> tuple[str, float, list[int]]:
+        data = tokenizer.token_bytes(token)
+        return data.decode(errors="replace"), value, list(data)
 
-    top = [TopLogprob(*_ordered(named(token), value)) for token, value in logprob.top]
-    return ChatLogprob(*_ordered(named(logprob.token), logprob.logprob), top)
-
-
-def _ordered(name: tuple[str, list[int]], value: float) -> tuple[str, float, list[int]]:
-    return name[0], value, name[1]
+    top = [TopLogprob(*named(token, value)) for token, value in logprob.top]
+    return ChatLogprob(*named(logprob.token, logprob.logprob), top)
 
 
 async def _merge(iterators: list[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:

@@ -1,4 +1,4 @@
-"""The HTTP service: routes, one middleware, and a process's life from bind to drained.
+"""A process's life, from bind to drained.
 
 bind -> load model (healthz 200, readyz 503) -> first forward pass -> READY
 SIGTERM -> STOPPING, new requests 503 -> streams finish -> engine stops -> exit 0
@@ -8,145 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import secrets
 import signal
+import socket
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.metadata import version
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from radixsvc import api_admin, api_openai, api_prefix, systemd
-from radixsvc.admission import CALLER, EDGE, REQUEST_ID, Edge, KeyRing
-from radixsvc.codec import Encoding, encode
+from radixsvc import api_prefix, systemd
+from radixsvc.admission import EDGE, Edge, KeyRing
+from radixsvc.app import create_app, make_runner
 from radixsvc.config import Config
-from radixsvc.errors import (
-    BodyTooLarge,
-    EngineFailed,
-    InvalidRequest,
-    NotFound,
-    ServiceError,
-    SetupError,
-)
+from radixsvc.errors import SetupError
 from radixsvc.metrics import Metrics
 from radixsvc.startup import Backend, build_backend
 
 log = logging.getLogger("radixsvc.service")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_ROUTES = ("/healthz", "/readyz", "/version")
 STALL_SECONDS = 120.0  # without a step, though there is work, the engine counts as stuck
-
-
-def create_app(edge: Edge) -> web.Application:
-    """All routes around `edge`; its backend may come later."""
-    limit = edge.config.server.max_body.resolve(0)
-    app = web.Application(middlewares=[_edge_middleware], client_max_size=limit)
-    app[EDGE] = edge
-    app.on_response_prepare.append(_add_request_id)
-    app.add_routes(
-        [
-            web.get("/healthz", _healthz),
-            web.get("/readyz", _readyz),
-            web.get("/version", _version),
-            web.post("/v1/completions", api_openai.completions),
-            web.post("/v1/chat/completions", api_openai.chat_completions),
-            web.post("/v1/responses", api_openai.responses),
-            web.get("/v1/models", api_openai.models),
-            web.get("/v1/models/{id:.+}", api_openai.model),
-            *api_prefix.ROUTES,
-            *api_admin.ROUTES,
-        ]
-    )
-    return app
-
-
-async def _healthz(request: web.Request) -> web.Response:
-    failure = request.app[EDGE].failure
-    return web.Response(text="failed" if failure else "ok", status=500 if failure else 200)
-
-
-async def _readyz(request: web.Request) -> web.Response:
-    ready = request.app[EDGE].ready
-    return web.Response(text="ready" if ready else "not ready", status=200 if ready else 503)
-
-
-async def _version(request: web.Request) -> web.Response:
-    return api_openai.answer(request, {"version": version("radixsvc")})
-
-
-async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["x-request-id"] = request[REQUEST_ID]
-
-
-@web.middleware
-async def _edge_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Who calls, under which id, and what became of it; every error in OpenAI's shape."""
-    edge = request.app[EDGE]
-    started = time.monotonic()
-    given = request.headers.get("x-request-id", "")
-    request[REQUEST_ID] = given if re.fullmatch(r"[\w.-]{1,64}", given) else secrets.token_hex(12)
-    resource = request.match_info.route.resource
-    route = resource.canonical if resource is not None else "unknown"
-    status = 499  # the client closed the connection, unless something better is known below
-    try:
-        if route not in OPEN_ROUTES:
-            request[CALLER] = edge.keys.identify(request.headers.get("Authorization"))
-        response = await handler(request)
-        status = response.status
-    except ServiceError as error:
-        response = error_response(request, error)
-        status = error.status
-    except web.HTTPException as error:
-        response = error_response(request, _http_error(error, edge))
-        status = response.status
-    except ConnectionError:
-        response = web.Response(status=status)
-    except Exception:
-        log.exception("request %s failed", request[REQUEST_ID])
-        failure = EngineFailed("an internal error ended this request; it has been logged")
-        response = error_response(request, failure)
-        status = 500
-    finally:
-        edge.metrics.requests.labels(route, str(status)).inc()
-        log.log(
-            logging.DEBUG if route in OPEN_ROUTES else logging.INFO,
-            "%s %s %d %.1f ms %s",
-            request.method if route != "unknown" else "-",
-            route,
-            status,
-            (time.monotonic() - started) * 1000,
-            request[REQUEST_ID],
-        )
-    return response
-
-
-def _http_error(error: web.HTTPException, edge: Edge) -> ServiceError:
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return BodyTooLarge(f"the body is larger than {edge.config.server.max_body}")
-    if error.status == 404:
-        return NotFound("there is no such path")
-    other = InvalidRequest(error.reason)
-    other.status = error.status
-    return other
-
-
-def error_response(request: web.Request, error: ServiceError) -> web.Response:
-    """OpenAI's error object, in the encoding the client accepts if we have it."""
-    try:
-        encoding = api_openai.negotiated(request)
-    except ServiceError:
-        encoding = Encoding.JSON
-    response = web.Response(
-        body=encode(error.to_dict(), encoding), status=error.status, content_type=encoding.value
-    )
-    if error.retry_after is not None:
-        response.headers["retry-after"] = f"{error.retry_after:.0f}"
-    if error.status == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
 
 
 async def serve(config: Config, build: Callable[[Config], Backend] = build_backend) -> int:
@@ -155,44 +34,43 @@ async def serve(config: Config, build: Callable[[Config], Backend] = build_backe
     refuse_open_door(config, keys)
     edge = Edge(config, keys, Metrics())
     notifier = systemd.Notifier()
+    listener = bind(config.server.host, config.server.port)
     app = create_app(edge)
     app.cleanup_ctx.append(_backend_context(build, notifier))
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        access_log=None,
-        auto_decompress=False,
-        shutdown_timeout=5.0,
-    )
+    runner = make_runner(app)
     stop = asyncio.Event()
     edge.on_failure = stop.set
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    try:
-        await runner.setup()
-        await web.TCPSite(runner, config.server.host, config.server.port).start()
-        log.info("listening on %s:%d", config.server.host, config.server.port)
-        await stop.wait()
-    except OSError as error:
-        raise SetupError(
-            f"can't listen on {config.server.host}:{config.server.port}: {error.strerror}. "
-            "Pick another with --port, or stop what uses it.",
-            69,
-        ) from None
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):  # a second one ends the process at once
-            loop.remove_signal_handler(number)
-        seconds = config.server.drain_seconds
-        notifier.stopping(seconds + 15)
-        edge.draining = True
-        if edge.backend is not None:
-            await asyncio.to_thread(edge.backend.engine.drain, seconds)
-        await runner.cleanup()
-        notifier.close()
+    await runner.setup()
+    await web.SockSite(runner, listener, backlog=1024).start()
+    log.info("listening on %s:%d", *listener.getsockname()[:2])
+    await stop.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):  # a second one ends the process at once
+        loop.remove_signal_handler(number)
+    notifier.stopping(config.server.drain_seconds + 15)
+    edge.draining = True
+    if edge.backend is not None:
+        await asyncio.to_thread(edge.backend.engine.drain, config.server.drain_seconds)
+    await runner.cleanup()
+    notifier.close()
     if isinstance(edge.failure, SetupError):
         raise edge.failure
     return 1 if edge.failure else 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before anything that lasts is begun. SetupError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise SetupError(
+            f"can't listen on {host}:{port}: {error.strerror}. Pick another port with --port, or "
+            "stop what uses it.",
+            69,
+        ) from None
 
 
 def refuse_open_door(config: Config, keys: KeyRing) -> None:

@@ -1,0 +1,294 @@
+"""A process's life: bind, load, ready, drain, exit; and clients that go away or never read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from serving import RunningBackend, serving, tiny_config
+
+from radixsvc.cli import main
+from radixsvc.client import AsyncClient
+
+PROMPT = "Please summarise the following report, list three open questions"
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_llama: Path) -> Iterator[RunningBackend]:
+    with RunningBackend(tiny_llama) as running:
+        yield running
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """`radixsvc serve` with a tiny model and a datagram socket as its service manager."""
+
+    def __init__(self, folder: Path, tmp_path: Path, *sets: str) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.manager.bind(str(tmp_path / "notify"))
+        self.manager.settimeout(30)
+        settings = tiny_config(folder, f"server.port={self.url.rsplit(':', 1)[1]}", *sets)
+        options = [option for item in settings for option in ("--set", item)]
+        environ = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"),
+                   "RADIXSVC_LOG__FORMAT": "json", "WATCHDOG_USEC": "200000"}  # fmt: skip
+        environ.pop("WATCHDOG_PID", None)
+        self.log = (tmp_path / "log").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "radixsvc.cli", "serve", *options], env=environ,
+            stderr=self.log,
+        )  # fmt: skip
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.manager.close()
+        self.log.close()
+
+    def wait_for(self, word: str) -> list[str]:
+        """Messages to the service manager, up to one with `word`."""
+        messages = []
+        while True:
+            messages.append(self.manager.recv(4096).decode())
+            if word in messages[-1]:
+                return messages
+
+    def logged(self) -> list[dict[str, object]]:
+        self.log.flush()
+        return [json.loads(line) for line in Path(self.log.name).read_text().splitlines()]
+
+
+async def test_from_loading_to_drained(tiny_llama: Path, tmp_path: Path) -> None:
+    """Ready only after a forward pass; SIGTERM lets three streams finish and exits with 0."""
+    with Process(tiny_llama, tmp_path) as service:
+        wait = asyncio.to_thread(service.wait_for, "READY=1")
+        async with aiohttp.ClientSession() as session:
+            early = await first_answers(session, service.url)
+            messages = await wait
+            async with session.get(service.url + "/readyz") as reply:
+                assert reply.status == 200
+        assert "EXTEND_TIMEOUT_USEC" in messages[0]
+        assert early == (200, 503)
+        async with AsyncClient(service.url, retries=0) as client:
+            streams = [
+                client.stream(f"{i} {PROMPT}", max_tokens=400, ignore_eos=True) for i in range(3)
+            ]
+            for stream in streams:
+                await anext(stream)
+            service.process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(service.wait_for, "STOPPING=1")
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                async with aiohttp.ClientSession() as session:
+                    body = {"prompt": "new"}
+                    async with session.post(service.url + "/v1/completions", json=body) as reply:
+                        assert reply.status == 503
+                        assert (await reply.json())["error"]["code"] == "draining"
+                        assert "retry-after" in reply.headers
+            ends = [[event async for event in stream][-1] for stream in streams]
+        assert [end.usage.completion_tokens for end in ends] == [400] * 3
+        assert await asyncio.to_thread(service.process.wait, 30) == 0
+        assert PROMPT not in json.dumps(service.logged())
+
+
+async def first_answers(session: aiohttp.ClientSession, url: str) -> tuple[int, int]:
+    """What healthz and readyz say as soon as anything answers."""
+    while True:
+        with contextlib.suppress(aiohttp.ClientConnectionError):
+            async with session.get(url + "/healthz") as health, session.get(url + "/readyz") as r:
+                return health.status, r.status
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave logging to pytest where `serve` runs in this process."""
+    monkeypatch.setattr("radixsvc.log.setup", lambda level, form: None)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("sets", "status", "words"),
+    [
+        (["server.host=0.0.0.0"], 78, "public_without_keys"),
+        (["model.name=/no/such/model"], 78, "/no/such/model"),
+        (["tiers.device.size=1B"], 78, "tiers.device.size"),
+        (["no.such=1"], 78, "no such key"),
+    ],
+)
+def test_what_can_not_start_says_why(
+    tiny_llama: Path, capfd: pytest.CaptureFixture[str], sets: list[str], status: int, words: str
+) -> None:
+    options = [
+        o for item in tiny_config(tiny_llama, "server.port=0", *sets) for o in ("--set", item)
+    ]
+    assert main(["serve", *options]) == status
+    assert words in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_taken_port_is_named(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        assert main(["serve", "--model", str(tiny_llama), "--port", port]) == 69
+    assert f"127.0.0.1:{port}" in capfd.readouterr().err
+
+
+async def settled(running: RunningBackend, seconds: float = 1.0) -> None:
+    """All pages are let go within the time in which they have to be."""
+    end = time.monotonic() + seconds
+    while running.backend.engine.progress()[0]:
+        assert time.monotonic() < end, "requests of clients that left still run"
+        await asyncio.sleep(0.01)
+    running.check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_frees_its_pages(tiny: RunningBackend, stream: bool) -> None:
+    async with serving(tiny.backend) as (url, edge):
+        async with aiohttp.ClientSession() as session:
+            body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": stream}
+            tasks = [asyncio.create_task(post(session, url, body)) for _ in range(20)]
+            while tiny.backend.engine.stats().running < 5:
+                await asyncio.sleep(0.005)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await settled(tiny)
+        assert edge.in_flight[""] == 0
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> int:
+    async with session.post(url + "/v1/completions", json=body) as reply:
+        await reply.read()
+        return reply.status
+
+
+async def test_clients_that_never_read_hold_nothing_up(tiny: RunningBackend) -> None:
+    """200 of them; one that reads is served meanwhile, and in the end all pages are back."""
+    sets = ("server.write_seconds=0.5",)
+    async with serving(tiny.backend, *sets) as (url, edge):
+        host, port = url.removeprefix("http://").split(":")
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 2, "stream": True, "n": 1})
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        mute = []
+        for _ in range(200):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            sock.connect((host, int(port)))
+            sock.send(request)
+            mute.append(sock)
+        async with AsyncClient(url) as client:
+            answer = await client.complete("hello", max_tokens=3)
+            assert answer.choices[0].finish_reason
+        await settled(tiny, 30)
+        for sock in mute:
+            sock.close()
+        assert edge.in_flight[""] == 0
+
+
+async def test_a_body_that_never_comes_is_given_up(tiny: RunningBackend) -> None:
+    async with serving(tiny.backend, "server.read_seconds=0.2") as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b'Content-Length: 1000\r\n\r\n{"prompt"'
+        )
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert b" 408 " in answer.split(b"\r\n")[0]
+        writer.close()
+
+
+async def test_a_failing_step_is_an_error_event_not_a_silent_end(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunningBackend(tiny_llama, scripted=True) as running:
+        running.say("a b c d e f g h i j k l m n o p")
+        real = running.script.forward
+        calls = 0
+
+        def forward(*args: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls > 4:
+                raise RuntimeError("broken on purpose")
+            return real(*args)
+
+        running.script.forward = forward  # type: ignore[assignment]
+        async with serving(running.backend) as (url, _), aiohttp.ClientSession() as session:
+            body = {"prompt": PROMPT, "stream": True, "max_tokens": 20}
+            async with session.post(url + "/v1/completions", json=body) as reply:
+                text = (await reply.read()).decode()
+        assert '"code":"engine_failed"' in text
+        assert "[DONE]" not in text
+        assert PROMPT not in caplog.text
+        running.check()
+
+
+async def test_metrics_count_tokens_by_source_and_hold_no_text(tiny: RunningBackend) -> None:
+    async with serving(tiny.backend) as (url, _), aiohttp.ClientSession() as session:
+        await post(session, url, {"prompt": PROMPT, "max_tokens": 2})
+        async with session.get(url + "/secret-path-words") as reply:
+            assert reply.status == 404
+        async with session.get(url + "/metrics") as reply:
+            assert reply.headers["Content-Type"].startswith("text/plain; version=")
+            text = await reply.text()
+    assert re.search(r'radixsvc_prompt_tokens_total\{source="computed"\} [1-9]', text)
+    assert 'radixsvc_requests_total{route="/v1/completions",status="200"} 1.0' in text
+    assert 'radixsvc_device_pages{state="free"}' in text
+    assert "secret" not in text
+    assert PROMPT.split()[1] not in text
+
+
+async def test_health_is_fast_while_a_long_prompt_is_computed(tiny: RunningBackend) -> None:
+    async with serving(tiny.backend) as (url, _), aiohttp.ClientSession() as session:
+        busy = [
+            asyncio.create_task(
+                post(session, url, {"prompt": [i + 3] * 900, "max_tokens": 50, "ignore_eos": True})
+            )
+            for i in range(8)
+        ]
+        spans = []
+        while not all(task.done() for task in busy):
+            started = time.perf_counter()
+            async with session.get(url + "/healthz") as reply:
+                assert reply.status == 200
+            spans.append(time.perf_counter() - started)
+        assert spans
+        assert {task.result() for task in busy} == {200}
+
+
+def test_edge_refuses_while_not_ready() -> None:
+    async def run() -> None:
+        async with serving(None) as (url, _), aiohttp.ClientSession() as session:
+            async with session.get(url + "/readyz") as reply:
+                assert reply.status == 503
+            async with session.post(url + "/v1/completions", json={"prompt": "x"}) as reply:
+                assert reply.status == 503
+                assert (await reply.json())["error"]["code"] == "not_ready"
+
+    asyncio.run(run())

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "kernels.h"
+#include "tree_node.h"
 #include "threads.h"
 
 #ifdef RX_CUDA_ARCHS /* given where the CUDA kernels are built in */
@@ -200,6 +201,8 @@ static PyMethodDef methods[] = {
 #ifdef RX_WITH_CUDA
     CUDA_METHODS
 #endif
+    {"common_prefix", (PyCFunction)(void (*)(void))rx_common_prefix, METH_FASTCALL, NULL},
+    {"locate", (PyCFunction)(void (*)(void))rx_locate, METH_FASTCALL, NULL},
     {"build_info", build_info, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -207,4 +210,8 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiers._kernels", NULL, -1, methods,
                                     NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__kernels(void) {
+    PyObject *created = PyModule_Create(&module);
+    if (created && rx_add_node_type(created) < 0) Py_CLEAR(created);
+    return created;
+}

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixsvc.inspection import check_tree, format_tree
-from radixsvc.node import PAGE_ID_BYTES, TOKEN_BYTES, Account, Level, Node, Priority
+from radixsvc.node import DEVICE, PAGE_ID_BYTES, TOKEN_BYTES, Account, Node, Priority
 from radixsvc.tree import RadixTree
 from tiers.page import InvariantError, OutOfPages, PageIds, PageState
 
@@ -131,7 +131,7 @@ class PrefixCache:
     @property
     def available(self) -> int:
         """Device pages that are free or could be made so now."""
-        return self.device.num_free + self.tree.evictable(Level.DEVICE)
+        return self.device.num_free + self.tree.evictable(DEVICE)
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of one sequence."""
@@ -214,7 +214,7 @@ class PrefixCache:
         missing = num_pages - self.device.num_free
         if missing > 0:
             self._expire_pins()
-            evictable = self.tree.evictable(Level.DEVICE)
+            evictable = self.tree.evictable(DEVICE)
             if missing > evictable:
                 raise OutOfPages(
                     f"{num_pages} pages asked for, {self.device.num_free} free and {evictable} "
@@ -225,14 +225,14 @@ class PrefixCache:
         return self.device.allocate(num_pages)
 
     def _free_dropped(self) -> None:
-        pages = self.tree.take_freed(Level.DEVICE)
+        pages = self.tree.take_freed(DEVICE)
         if pages is not None:
             self.device.free(pages)
 
     def _enforce_quota(self, account: Account) -> None:
-        quota = account.quota[Level.DEVICE]
-        if quota is not None and account.resident[Level.DEVICE] > quota:
-            self._evicted += self.tree.evict(account.resident[Level.DEVICE] - quota, account)
+        quota = account.quota[DEVICE]
+        if quota is not None and account.resident[DEVICE] > quota:
+            self._evicted += self.tree.evict(account.resident[DEVICE] - quota, account)
         self._free_dropped()
 
     def _count(self, namespace: str, packed: bytes, cached: int) -> None:
@@ -297,17 +297,17 @@ class PrefixCache:
         found = self.tree.match(namespace, _packed(tokens))
         if found.length == 0:
             return 0
-        before = self.tree.resident(Level.DEVICE)
+        before = self.tree.resident(DEVICE)
         self.tree.prune(found.node)
         self._free_dropped()
-        return before - self.tree.resident(Level.DEVICE)
+        return before - self.tree.resident(DEVICE)
 
     def set_quota(self, name: str, num_pages: int) -> None:
         """Limit the device pages that the tree keeps for all namespaces of a key's name.
 
         To be set before the first of them is used. Pages under leases may exceed it for a time.
         """
-        self.tree.account(name).quota[Level.DEVICE] = num_pages
+        self.tree.account(name).quota[DEVICE] = num_pages
 
     def flush(self) -> None:
         """Empty the cache. What leases hold goes when they are released."""
@@ -321,7 +321,7 @@ class PrefixCache:
     def check(self) -> None:
         """Raise InvariantError unless every page is in exactly one place and all counts agree."""
         self.device.check()
-        ready = check_tree(self.tree)[Level.DEVICE]
+        ready = check_tree(self.tree)[DEVICE]
         leases = [lease for group in self.leases.values() for lease in group]
         private = [lease.page_table[lease.num_locked :] for lease in leases]
         writing = np.concatenate(private) if private else np.empty(0, np.int32)
@@ -339,11 +339,11 @@ class PrefixCache:
         return format_tree(self.tree, max_nodes)
 
     def stats(self) -> CacheStats:
-        evictable = self.tree.evictable(Level.DEVICE)
+        evictable = self.tree.evictable(DEVICE)
         return CacheStats(
             pages={"device": self.device.count()},
             evictable={"device": evictable},
-            protected={"device": self.tree.resident(Level.DEVICE) - evictable},
+            protected={"device": self.tree.resident(DEVICE) - evictable},
             num_nodes=self.tree.num_nodes,
             num_leases=sum(map(len, self.leases.values())),
             num_pins=len(self._pins),

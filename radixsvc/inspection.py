@@ -152,7 +152,7 @@ def _describe(tree: RadixTree, node: Node) -> str:
         if pages:
             parts.append(f"{PAGES[level]} {pages}")
     if node in tree.ghosts:
-        parts.append(f"ghost, last on {tree.ghosts[node].level.name.lower()}")
+        parts.append(f"ghost, last on {PAGES[tree.ghosts[node].level]}")
     for name in ("refs", "pins"):
         if getattr(node, name):
             parts.append(f"{name} {getattr(node, name)}")

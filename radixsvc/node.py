@@ -14,25 +14,21 @@ links of these lists are in the node, so entering and leaving is O(1).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from enum import IntEnum
-from operator import attrgetter
+
+from tiers._kernels import Node as Node
+from tiers._kernels import locate
 
 TOKEN_BYTES = 4
 PAGE_ID_BYTES = 4
 ABSENT = b"\xff" * PAGE_ID_BYTES  # page id -1
 
+DEVICE, HOST, DISK = range(3)  # levels, from the fastest tier down
+PAGES = ("device", "host", "disk")  # a node's attribute with its pages of that level
+
 NUM_CLASSES = 4
 PINNED_CLASS = 3  # behind the three classes of priority; only ever demoted, never dropped
-
-
-class Level(IntEnum):
-    """Which tier, counted from the device down."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
 
 
 class Priority(IntEnum):
@@ -41,72 +37,6 @@ class Priority(IntEnum):
     LOW = 0
     NORMAL = 1
     HIGH = 2
-
-
-class Node:
-    """One run of tokens and its pages. `refs` counts the leases whose path goes through it."""
-
-    __slots__ = (
-        "_next",
-        "_prev",
-        "account",
-        "children",
-        "device",
-        "disk",
-        "host",
-        "last_use",
-        "parent",
-        "pins",
-        "priority",
-        "refs",
-        "tokens",
-        "uses",
-    )
-
-    def __init__(self, tokens: bytes, account: Account) -> None:
-        self.tokens = tokens
-        self.account = account
-        self.parent: Node | None = None
-        self.children: Children | None = None
-        self.device = b""
-        self.host = b""
-        self.disk = b""
-        self.refs = 0
-        self.pins = 0
-        self.uses = 0  # acquisitions, for the tiers' write policies
-        self.priority = int(Priority.NORMAL)
-        self.last_use = 0  # ticks of the tree's clock
-        self._prev: list[Node | None] = [None, None, None]
-        self._next: list[Node | None] = [None, None, None]
-
-    def link_before(self, anchor: Node, level: int) -> None:
-        """Enter `anchor`'s list of this tier, right in front of it."""
-        before = anchor._prev[level]
-        assert before is not None
-        before._next[level] = self
-        self._prev[level] = before
-        self._next[level] = anchor
-        anchor._prev[level] = self
-
-    def unlink(self, level: int) -> None:
-        """Leave the list of this tier, if on one."""
-        before, after = self._prev[level], self._next[level]
-        if before is not None and after is not None:
-            before._next[level] = after
-            after._prev[level] = before
-            self._prev[level] = self._next[level] = None
-
-    def after(self, level: int) -> Node | None:
-        """The next node on the list of this tier; None where this one is on none."""
-        return self._next[level]
-
-
-PAGES = ("device", "host", "disk")
-_run = attrgetter("tokens")
-
-
-def _last_run(chunk: list[Node]) -> bytes:
-    return chunk[-1].tokens
 
 
 class Children:
@@ -127,34 +57,42 @@ class Children:
 
     def near(self, key: bytes) -> tuple[Node | None, Node | None]:
         """The last child whose run sorts before `key`, and the first one that does not."""
-        c = self._chunk_of(key)
+        c, i = locate(self._chunks, key)
         chunk = self._chunks[c]
-        i = bisect_left(chunk, key, key=_run)
         at = chunk[i] if i < len(chunk) else None
         if i:
             return chunk[i - 1], at
         return (self._chunks[c - 1][-1] if c else None), at
 
-    def add(self, child: Node) -> None:
-        c = self._chunk_of(child.tokens)
+    def around(self, key: bytes, n: int) -> tuple[list[Node], list[Node]]:
+        """Up to `n` children before where `key` sorts, the nearest first, and as many behind."""
+        c, i = locate(self._chunks, key)
         chunk = self._chunks[c]
-        chunk.insert(bisect_left(chunk, child.tokens, key=_run), child)
+        before = chunk[max(0, i - n) : i]
+        if not before and c:
+            before = self._chunks[c - 1][-n:]
+        return before[::-1], chunk[i : i + n]
+
+    def add(self, child: Node) -> None:
+        c, i = locate(self._chunks, child.tokens)
+        chunk = self._chunks[c]
+        chunk.insert(i, child)
         if len(chunk) > 2 * self.CHUNK:
             self._chunks.insert(c + 1, chunk[self.CHUNK :])
             del chunk[self.CHUNK :]
 
     def remove(self, child: Node) -> None:
         """Take `child` out. The index must not be left empty: see `only`."""
-        c = self._chunk_of(child.tokens)
+        c, i = locate(self._chunks, child.tokens)
         chunk = self._chunks[c]
-        del chunk[bisect_left(chunk, child.tokens, key=_run)]
+        del chunk[i]
         if not chunk:
             del self._chunks[c]
 
     def replace(self, child: Node, other: Node) -> None:
         """Put `other`, whose run shares its first page with `child`'s, in the place of `child`."""
-        chunk = self._chunks[self._chunk_of(child.tokens)]
-        chunk[bisect_left(chunk, child.tokens, key=_run)] = other
+        c, i = locate(self._chunks, child.tokens)
+        self._chunks[c][i] = other
 
     @property
     def only(self) -> Node | None:
@@ -169,18 +107,13 @@ class Children:
     def __len__(self) -> int:
         return sum(map(len, self._chunks))
 
-    def _chunk_of(self, key: bytes) -> int:
-        chunks = self._chunks
-        if len(chunks) == 1:
-            return 0
-        return min(bisect_left(chunks, key, key=_last_run), len(chunks) - 1)
-
 
 class Account:
     """Pages and victims of the namespaces that share a quota; all without one share one.
 
     `resident[level]` counts the tree's pages on a tier, `evictable[level][class]` those of nodes
-    without references. A list of victims begins after `heads[level][class]` and ends there.
+    without references. A list of victims begins and ends at `heads[level][class]`, a node that is
+    in no tree.
     """
 
     def __init__(self, name: str, num_tiers: int, detached: bool = False) -> None:
@@ -189,7 +122,7 @@ class Account:
         self.quota: list[int | None] = [None] * num_tiers  # pages
         self.resident = [0] * num_tiers
         self.evictable = [[0] * NUM_CLASSES for _ in range(num_tiers)]
-        self.heads = [[self._head(level) for _ in range(NUM_CLASSES)] for level in range(num_tiers)]
+        self.heads = [[Node(b"", None) for _ in range(NUM_CLASSES)] for _ in range(num_tiers)]
 
     def victim(self, level: int, priority: int) -> Node | None:
         """The least recently used node of that class on that tier."""
@@ -205,29 +138,7 @@ class Account:
             yield node
             node = node.after(level)
 
-    def _head(self, level: int) -> Node:
-        head = Node(b"", self)
-        head._prev[level] = head._next[level] = head
-        return head
-
 
 def resident(pages: bytes) -> int:
     """How many of these packed page ids are not -1."""
     return len(pages) // PAGE_ID_BYTES - pages.count(ABSENT)
-
-
-def common_prefix(a: bytes, b: bytes) -> int:
-    """Bytes that `a` and `b` share from the start, in whole tokens."""
-    size = min(len(a), len(b))
-    low, step = 0, 64
-    while low < size and a[low : low + step] == b[low : low + step]:
-        low += step
-        step *= 2
-    while step > 64:  # the first difference lies within a[low : low + step]
-        step //= 2
-        if a[low : low + step] == b[low : low + step]:
-            low += step
-    x = int.from_bytes(a[low : low + step], "little")
-    x ^= int.from_bytes(b[low : low + step], "little")
-    first = low + ((x & -x).bit_length() - 1) // 8 if x else size
-    return min(first, size) // TOKEN_BYTES * TOKEN_BYTES

@@ -48,18 +48,20 @@ import numpy as np
 
 from radixsvc.node import (
     ABSENT,
+    DEVICE,
     PAGE_ID_BYTES,
     PAGES,
     PINNED_CLASS,
     TOKEN_BYTES,
     Account,
     Children,
-    Level,
     Node,
-    common_prefix,
     resident,
 )
+from tiers._kernels import common_prefix
 from tiers.page import InvariantError, PageIds
+
+GHOSTS_PASSED = 16  # on either side, when looking for the child that shares most of a page
 
 
 class Match(NamedTuple):
@@ -88,7 +90,7 @@ class Inserted(NamedTuple):
 class Ghost(NamedTuple):
     """Where a node's last page was, and when it went (time.monotonic)."""
 
-    level: Level
+    level: int
     time: float
 
 
@@ -115,6 +117,11 @@ class RadixTree:
         self.clock = 0
         self._freed: list[list[bytes]] = [[] for _ in range(num_tiers)]
 
+    def __del__(self) -> None:
+        for root in [*self.roots.values(), *self.detached]:
+            for node in list(self._below(root)):
+                node.parent = None  # a cycle that the collector does not see
+
     # -- reading ------------------------------------------------------------------------------
 
     def match(self, namespace: str, tokens: bytes, ghosts: bool = False) -> Match:
@@ -134,28 +141,24 @@ class RadixTree:
         used = len(node.tokens)
         while node.children is not None:
             page = tokens[pos : pos + page_bytes]
-            before, child = node.children.near(page)
-            if len(page) < page_bytes or child is None or not child.tokens.startswith(page):
-                partial, at = self._best(page, before, child, ghosts)
+            _, child = node.children.near(page)
+            exact = len(page) == page_bytes and child is not None and child.tokens.startswith(page)
+            known = 0
+            if exact and child is not None:
+                known = self.num_pages(child) if ghosts else self.num_known(child)
+            if known == 0 or child is None:
+                partial, at = self._best(node.children, page, ghosts)
                 return Match(node, used, pos // TOKEN_BYTES, partial, at, 0)
             run = child.tokens
-            if tokens.startswith(run, pos):
-                common = len(run)
-            else:
-                common = common_prefix(run, tokens[pos : pos + len(run)])
-            if not ghosts:
-                known = self.num_known(child)
-                if known == 0:
-                    break
-                common = min(common, known * page_bytes)
+            common = len(run) if tokens.startswith(run, pos) else common_prefix(run, tokens, pos)
+            common = min(common, known * page_bytes)
             node, used = child, common - common % page_bytes
             pos += used
-            if common < len(run) or used < common:
+            if used < len(run):
                 partial = (common - used) // TOKEN_BYTES
-                return Match(
-                    node, used, pos // TOKEN_BYTES, partial, node if partial else None,
-                    used // page_bytes,
-                )  # fmt: skip
+                at = node if partial else None
+                index = used // page_bytes
+                return Match(node, used, pos // TOKEN_BYTES, partial, at, index)
         return Match(node, used, pos // TOKEN_BYTES, 0, None, 0)
 
     def num_known(self, node: Node) -> int:
@@ -175,16 +178,25 @@ class RadixTree:
         nodes.reverse()
         return nodes
 
-    def _best(
-        self, page: bytes, before: Node | None, at: Node | None, ghosts: bool
-    ) -> tuple[int, Node | None]:
-        """The neighbour that shares most of `page`, and how many tokens."""
+    def device_pages(self, node: Node) -> bytes:
+        """The device pages of the path down to a node's end, packed."""
+        return b"".join([n.device for n in self.path(node)])
+
+    def _best(self, children: Children, page: bytes, ghosts: bool) -> tuple[int, Node | None]:
+        """The child that shares most of `page`, and how many tokens.
+
+        What a child shares falls with its distance, so the first on either side is the best,
+        unless it is a ghost; a few of them are passed over.
+        """
         best, best_node = 0, None
-        for node in (before, at):
-            if node is not None and (ghosts or self.num_known(node)):
-                common = common_prefix(node.tokens[: self.page_bytes], page)
-                if common > best:
-                    best, best_node = common, node
+        for side in children.around(page, 1 if ghosts or not self.ghosts else GHOSTS_PASSED):
+            for child in side:
+                common = common_prefix(child.tokens, page, 0)
+                if common <= best:
+                    break
+                if ghosts or self.num_known(child):
+                    best, best_node = common, child
+                    break
         return best // TOKEN_BYTES, best_node
 
     # -- holding ------------------------------------------------------------------------------
@@ -242,7 +254,7 @@ class RadixTree:
                     if node.children is not None:
                         self._merge_below(node)
                 else:
-                    self._bury(node, Level.DEVICE)
+                    self._bury(node, DEVICE)
             node = parent
         if node.account.detached and node.refs == 0:
             self.detached.remove(node)
@@ -261,13 +273,7 @@ class RadixTree:
         kept: list[bytes] = []
         while pos < len(tokens):
             page = tokens[pos : pos + page_bytes]
-            child = None
-            if node.children is not None:
-                before, child = node.children.near(page)
-                if child is not None and not child.tokens.startswith(page):
-                    child = None
-                if child is None and before is not None and page.startswith(before.tokens):
-                    self._take_out(before)
+            child = self._child_for(node, page)
             if child is None:
                 rest = pages[pos // page_bytes * PAGE_ID_BYTES :]
                 kept.append(rest)
@@ -277,7 +283,7 @@ class RadixTree:
                 break
             run = child.tokens
             if not tokens.startswith(run, pos) or len(run) % page_bytes:
-                common = common_prefix(run, tokens[pos : pos + len(run)])
+                common = common_prefix(run, tokens, pos)
                 child = self._split_if(child, common - common % page_bytes)
             child.refs += 1
             if child.refs == 1:
@@ -290,16 +296,33 @@ class RadixTree:
                 self._revive(child)
                 more = pages[start + len(child.device) : start + size]
                 child.device += more
-                child.account.resident[Level.DEVICE] += len(more) // PAGE_ID_BYTES
+                child.account.resident[DEVICE] += len(more) // PAGE_ID_BYTES
             kept.append(child.device)
             pos += len(child.tokens)
             node = child
         return Inserted(node, b"".join(kept))
 
+    def _child_for(self, node: Node, page: bytes) -> Node | None:
+        """The child that begins with `page`; if there is none, makes room for one that will.
+
+        A stub that the page goes beyond gives way to it, ghosts that go beyond a stub to that.
+        """
+        while node.children is not None:
+            before, child = node.children.near(page)
+            if child is None or not child.tokens.startswith(page):
+                if before is not None and page.startswith(before.tokens):
+                    self._take_out(before)
+                return None
+            if len(page) == self.page_bytes or self.num_known(child):
+                return child
+            self._prune_below(child)
+            self._take_out(child)
+        return None
+
     def _grow(self, node: Node, tokens: bytes, pages: bytes, priority: int) -> Node:
         """Lengthen a leaf that only the caller holds, else give it a child. Returns the end."""
         num_pages = len(pages) // PAGE_ID_BYTES
-        node.account.resident[Level.DEVICE] += num_pages
+        node.account.resident[DEVICE] += num_pages
         if node.refs == 1 and node.children is None and node.parent is not None and node.pins == 0:
             node.tokens += tokens
             node.device += pages
@@ -314,16 +337,20 @@ class RadixTree:
 
     # -- eviction -----------------------------------------------------------------------------
 
-    def evictable(self, level: Level) -> int:
+    def evictable(self, level: int) -> int:
         """Pages of a tier that no lease and no pin holds."""
-        return sum(sum(a.evictable[level][:PINNED_CLASS]) for a in self.accounts.values())
+        total: int = 0
+        for account in self.accounts.values():
+            low, normal, high, _ = account.evictable[level]
+            total += low + normal + high
+        return total
 
-    def resident(self, level: Level) -> int:
+    def resident(self, level: int) -> int:
         """Pages of a tier that the tree holds, flushed ones under leases included."""
         detached = sum(r.account.resident[level] for r in self.detached)
         return detached + sum(a.resident[level] for a in self.accounts.values())
 
-    def victim(self, level: Level, account: Account | None = None) -> Node | None:
+    def victim(self, level: int, account: Account | None = None) -> Node | None:
         """The node whose last page on that tier is the next to go; O(accounts)."""
         accounts = self.accounts.values() if account is None else (account,)
         for priority in range(PINNED_CLASS):
@@ -343,15 +370,30 @@ class RadixTree:
         """
         left = num_pages
         while left > 0:
-            node = self.victim(Level.DEVICE, account)
+            node = self.victim(DEVICE, account)
             if node is None:
                 break
-            pages = self.detach_tail(node, Level.DEVICE, left)
-            self._freed[Level.DEVICE].append(pages)
-            left -= len(pages) // PAGE_ID_BYTES
+            left -= self.cut(node, DEVICE, left)
         return num_pages - left
 
-    def take_freed(self, level: Level) -> PageIds | None:
+    def cut(self, node: Node, level: int, num_pages: int) -> int:
+        """Let go of up to `num_pages` pages of a tier at an unreferenced node's end."""
+        held: bytes = getattr(node, PAGES[level])
+        at = max(0, len(held) - num_pages * PAGE_ID_BYTES)
+        pages = held[at:]
+        count = resident(pages) if level else len(pages) // PAGE_ID_BYTES
+        account = node.account
+        account.resident[level] -= count
+        account.evictable[level][_class(node)] -= count
+        self._freed[level].append(pages)
+        setattr(node, PAGES[level], held[:at])
+        if at == 0:
+            node.unlink(level)
+            if not (node.device or node.host or node.disk):
+                self._bury(node, level)
+        return count
+
+    def take_freed(self, level: int) -> PageIds | None:
         """Pages of a tier that the tree let go of since the last call; None where there are none.
 
         They are the caller's to free.
@@ -363,7 +405,7 @@ class RadixTree:
         freed.clear()
         return pages[pages >= 0] if level else pages
 
-    def detach_tail(self, node: Node, level: Level, num_pages: int) -> bytes:
+    def detach_tail(self, node: Node, level: int, num_pages: int) -> bytes:
         """Take up to `num_pages` pages of a tier off the end of an unreferenced node."""
         name = PAGES[level]
         held: bytes = getattr(node, name)
@@ -415,14 +457,17 @@ class RadixTree:
 
     def prune(self, node: Node) -> None:
         """Drop a node, all below it and the leaves left above it, save held and pinned ones."""
-        for below in reversed(list(self._below(node))):
-            self._drop_if_loose(below)
+        self._prune_below(node)
         while node.parent is not None:
             parent = node.parent
             self._drop_if_loose(node)
             if parent.children is not None:
                 break
             node = parent
+
+    def _prune_below(self, node: Node) -> None:
+        for below in reversed(list(self._below(node))):
+            self._drop_if_loose(below)
 
     def _drop_if_loose(self, node: Node) -> None:
         if node.children is None and node.refs == 0 and node.pins == 0:
@@ -495,7 +540,7 @@ class RadixTree:
         if ghost is not None:
             self.ghosts[upper] = ghost
         elif not self._is_known(node) and node.refs == 0:
-            self._bury(node, Level.DEVICE)
+            self._bury(node, DEVICE)
         return upper
 
     def _merge_below(self, node: Node) -> None:
@@ -545,7 +590,7 @@ class RadixTree:
     def _take_out(self, node: Node) -> None:
         """Remove an unreferenced leaf from the tree and let its pages go."""
         parent = node.parent
-        if parent is None or parent.children is None or node.refs or node.children is not None:
+        if parent is None or node.refs or node.children is not None:
             raise InvariantError("only a leaf without references leaves the tree")
         for level in range(self.num_tiers):
             pages = getattr(node, PAGES[level])
@@ -556,7 +601,8 @@ class RadixTree:
                     node.account.evictable[level][_class(node)] -= count
                     node.unlink(level)
                 self._freed[level].append(pages)
-        self._revive(node)
+        if self.ghosts:
+            self._revive(node)
         if parent.children.only is node:
             parent.children = None
             if parent.parent is None:
@@ -590,7 +636,7 @@ class RadixTree:
     def _is_known(self, node: Node) -> bool:
         return bool(node.device or node.host or node.disk) or node.parent is None
 
-    def _bury(self, node: Node, level: Level) -> None:
+    def _bury(self, node: Node, level: int) -> None:
         """A node's last page is gone. It stays a while without pages, children before parents."""
         if not self.max_ghost_pages:
             self._remove(node)

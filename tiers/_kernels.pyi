@@ -3,6 +3,9 @@
 Structs, layouts and units are described in cuda/kernels.h.
 """
 
+from typing import Any
+
+
 class Batch:
     """One step's ragged batch. Its arrays must outlive it: it keeps addresses only."""
 
@@ -163,3 +166,43 @@ def select_isa(name: str, /) -> None:
 
 def build_info() -> dict[str, str]:
     """`compiler`; `cpu_isa` in use; `cuda_archs` built for, "" where CUDA was left out."""
+
+class Node:
+    """One run of tokens, with the page ids that hold them on each tier, packed int32.
+
+    `refs` counts the leases whose path goes through it. It can stand on one intrusive list per
+    tier, which does not keep it alive: a node that dies leaves it. Not seen by the cyclic
+    collector: whoever drops a tree must take its nodes apart.
+    """
+
+    tokens: bytes
+    account: Any
+    parent: Node | None
+    children: Any
+    device: bytes
+    host: bytes
+    disk: bytes
+    refs: int
+    pins: int
+    uses: int
+    priority: int
+    last_use: int
+
+    def __init__(self, tokens: bytes, account: object, /) -> None: ...
+    def link_before(self, anchor: Node, level: int, /) -> None:
+        """Enter the list that `anchor` is on, or begins, right in front of it."""
+
+    def unlink(self, level: int, /) -> None:
+        """Leave the list of this tier; nothing if on none."""
+
+    def after(self, level: int, /) -> Node | None:
+        """The next on the list of this tier, None where this node is on none."""
+
+def locate(chunks: list[list[Node]], key: bytes, /) -> tuple[int, int]:
+    """Where `key` sorts among runs in order: the chunk, and how many of its runs are less.
+
+    `chunks` are not empty, but the only one may be. The last chunk, if `key` is beyond all.
+    """
+
+def common_prefix(run: bytes, tokens: bytes, offset: int, /) -> int:
+    """Bytes that `run` and `tokens[offset:]` share from the start, in whole int32 tokens."""

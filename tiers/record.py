@@ -50,9 +50,10 @@ VERSION = 1
 
 _MANIFEST = struct.Struct("<8sII4Q")
 _MANIFEST_MAGIC = b"RADIXDSK"
-_HEADER = struct.Struct("<8sIIQQIII4x32s32s32s")
-_HEADER_MAGIC = b"RADIXKV\0"
+_HEADER_START = b"RADIXKV\0" + VERSION.to_bytes(4, "little")
+_HEADER_CHECKED = struct.Struct("<QQIII4x32s32s32s")  # from _CHECKED_FROM to the blob
 _CHECKED_FROM = 16
+HEADER_BYTES = _CHECKED_FROM + _HEADER_CHECKED.size  # before the blob
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -88,7 +89,7 @@ class Header(NamedTuple):
 
 def header_bytes(max_blob_bytes: int) -> int:
     """Bytes of a slot before its page."""
-    return round_up(_HEADER.size + max_blob_bytes)
+    return round_up(HEADER_BYTES + max_blob_bytes)
 
 
 def round_up(nbytes: int) -> int:
@@ -102,32 +103,28 @@ def page_crc(page: Bytes) -> int:
 
 def encode_header(into: Bytes, header: Header) -> None:
     """Write the header at the start of a slot. Raises ValueError where the blob is too long."""
-    digest, parent, depth, blob = header.record
-    end = _HEADER.size + len(blob)
-    if end > len(into):
+    generation, page_bytes, crc_of_page, fingerprint, (digest, parent, depth, blob) = header
+    fields = generation, page_bytes, crc_of_page, depth, len(blob), fingerprint, digest, parent
+    checked = _HEADER_CHECKED.pack(*fields) + blob
+    data = _HEADER_START + _crc(checked).to_bytes(4, "little") + checked
+    if len(data) > len(into):
         raise ValueError(f"a blob of {len(blob)} bytes does not fit {len(into)} bytes of header")
-    fields = (header.generation, header.page_bytes, header.page_crc, depth, len(blob))
-    packed = _HEADER.pack(_HEADER_MAGIC, VERSION, 0, *fields, header.fingerprint, digest, parent)
-    into[: _HEADER.size] = np.frombuffer(packed, np.uint8)
-    into[_HEADER.size : end] = np.frombuffer(blob, np.uint8)
-    into[end:] = 0
-    crc = _crc(into[_CHECKED_FROM:end])
-    into[12:16] = np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
+    into[: len(data)] = np.frombuffer(data, np.uint8)
+    into[len(data) :] = 0
 
 
-def decode_header(data: Bytes) -> Header | None:
+def decode_header(slot: Bytes) -> Header | None:
     """None where the bytes are not a whole header, or its digest is not that of its blob."""
-    fixed = data[: _HEADER.size].tobytes()
-    magic, version, crc, *fields, blob_len, fingerprint, digest, parent = _HEADER.unpack(fixed)
-    end = _HEADER.size + blob_len
-    if magic != _HEADER_MAGIC or version != VERSION or end > len(data):
+    data = slot.tobytes()
+    crc = int.from_bytes(data[12:16], "little")
+    fields = _HEADER_CHECKED.unpack_from(data, _CHECKED_FROM)
+    generation, page_bytes, crc_of_page, depth, blob_len, fingerprint, digest, parent = fields
+    end = HEADER_BYTES + blob_len
+    if data[:12] != _HEADER_START or end > len(data) or crc != _crc(data[_CHECKED_FROM:end]):
         return None
-    if crc != _crc(data[_CHECKED_FROM:end]):
-        return None
-    blob = data[_HEADER.size : end].tobytes()
+    blob = data[HEADER_BYTES:end]
     if hashlib.sha256(parent + blob).digest() != digest:
         return None
-    generation, page_bytes, crc_of_page, depth = fields
     record = Record(digest, parent, depth, blob)
     return Header(generation, page_bytes, crc_of_page, fingerprint, record)
 

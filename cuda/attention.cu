@@ -18,6 +18,7 @@ static const char* refusal(const rx_layer& layer, const rx_batch& batch) {
     if (layer.dtype == RX_F32 && (layer.head_dim > 256 || layer.head_dim % 4)) {
         return "the CUDA kernels take a head_dim up to 256, in fours, in float32";
     }
+    if (!(layer.scale > 0)) return "the CUDA kernels take a scale above 0";
     if (!multiple_of_16((uint64_t)layer.pool) || !multiple_of_16(layer.page_stride * size) ||
         !multiple_of_16(layer.layer_offset * size)) {
         return "the CUDA kernels take pages and layers that begin at multiples of 16 bytes";

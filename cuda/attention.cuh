@@ -83,13 +83,16 @@ SIMT_DEVICE uint4 load16(const T* p) {
     return u.all;
 }
 
-// Where a position's keys of one head lie; its values lie `kv_heads` heads further.
-SIMT_DEVICE int64_t key_offset(const AttentionArgs& a, const int32_t* pages, int32_t position,
-                               int kv_head) {
-    const int64_t page = pages[position >> a.page_shift];
-    const int32_t slot = position & (a.batch.page_size - 1);
+// Where a slot's keys of one head lie; its values lie `value_distance` further.
+SIMT_DEVICE int64_t key_offset(const AttentionArgs& a, int64_t page, int32_t slot, int kv_head) {
     return page * a.layer.page_stride + a.layer.layer_offset +
            ((int64_t)kv_head * a.batch.page_size + slot) * a.layer.head_dim;
+}
+
+SIMT_DEVICE int64_t key_of(const AttentionArgs& a, const int32_t* pages, int32_t position,
+                           int kv_head) {
+    return key_offset(a, pages[position >> a.page_shift], position & (a.batch.page_size - 1),
+                      kv_head);
 }
 
 SIMT_DEVICE int64_t value_distance(const AttentionArgs& a) {
@@ -106,12 +109,23 @@ SIMT_DEVICE uint4 load_q(const AttentionArgs& a, int32_t token, int q_head, int 
 template <int D, int KEYS, int WARPS>
 SIMT_DEVICE void load_tile(Tiles<D, KEYS, WARPS>& tiles, int stage, const AttentionArgs& a,
                            const int32_t* pages, int kv_head, int32_t begin, int32_t end) {
+    constexpr int THREADS = Team<WARPS>::THREADS, NUM = KEYS * (D / 8) / THREADS;
+    static_assert(KEYS * (D / 8) % THREADS == 0, "every thread copies alike");
     const uint16_t* pool = (const uint16_t*)a.layer.pool;
-    for (int i = Team<WARPS>::thread(); i < KEYS * (D / 8); i += Team<WARPS>::THREADS) {
-        const int row = i / (D / 8), dim = i % (D / 8) * 8;
-        const bool valid = begin + row < end;
-        const uint16_t* key =
-            valid ? pool + key_offset(a, pages, begin + row, kv_head) + dim : pool;
+    // All page ids first: none of these loads has to wait for another.
+    int32_t page[NUM];
+    SIMT_UNROLL
+    for (int i = 0; i < NUM; i++) {
+        const int32_t position = begin + (Team<WARPS>::thread() + i * THREADS) / (D / 8);
+        page[i] = position < end ? pages[position >> a.page_shift] : -1;
+    }
+    SIMT_UNROLL
+    for (int i = 0; i < NUM; i++) {
+        const int chunk = Team<WARPS>::thread() + i * THREADS;
+        const int row = chunk / (D / 8), dim = chunk % (D / 8) * 8;
+        const bool valid = page[i] >= 0;
+        const int32_t slot = (begin + row) & (a.batch.page_size - 1);
+        const uint16_t* key = valid ? pool + key_offset(a, page[i], slot, kv_head) + dim : pool;
         cp_async16(&tiles.k[stage][row][dim], key, valid);
         cp_async16(&tiles.v[stage][row][dim], valid ? key + value_distance(a) : pool, valid);
     }
@@ -144,25 +158,40 @@ SIMT_DEVICE void score_tile(float (&scores)[KEYS / 8][4], const Tiles<D, KEYS, W
 template <int D, int KEYS>
 SIMT_DEVICE void softmax_tile(float (&scores)[KEYS / 8][4], Sums<D>& sums, const AttentionArgs& a,
                               const Span rows[2], int32_t begin) {
-    const float scale = a.layer.scale, cap = a.layer.softcap;
-    const int32_t column = begin + threadIdx.x % 4 * 2;
-    SIMT_UNROLL
-    for (int r = 0; r < 2; r++) {
-        float max = sums.max[r];
+    const float cap = a.layer.softcap;
+    float scale = a.layer.scale * LOG2E;  // from a score to a power of two
+    if (cap > 0) {
         SIMT_UNROLL
         for (int n = 0; n < KEYS / 8; n++) {
             SIMT_UNROLL
-            for (int e = 0; e < 2; e++) {
-                float& score = scores[n][2 * r + e];
-                const int32_t position = column + n * 8 + e;
-                const bool seen = position >= rows[r].first && position <= rows[r].last;
-                score *= scale;
-                if (cap > 0) score = cap * (1 - 2 / (1 + fast_exp2(score * (2 * LOG2E / cap))));
-                score = seen ? score * LOG2E : NEG_INF;
-                max = fmaxf(max, score);
+            for (int i = 0; i < 4; i++) {
+                const float power = fast_exp2(scores[n][i] * (2 * scale / cap));
+                scores[n][i] = 1 - 2 / (1 + power);  // tanh
             }
         }
-        max = quad_max(max);
+        scale = cap * LOG2E;
+    }
+    SIMT_UNROLL
+    for (int r = 0; r < 2; r++) {
+        if (begin < rows[r].first || begin + KEYS - 1 > rows[r].last) {
+            const int32_t column = begin + threadIdx.x % 4 * 2;
+            SIMT_UNROLL
+            for (int n = 0; n < KEYS / 8; n++) {
+                SIMT_UNROLL
+                for (int e = 0; e < 2; e++) {
+                    const int32_t position = column + n * 8 + e;
+                    if (position < rows[r].first || position > rows[r].last) {
+                        scores[n][2 * r + e] = NEG_INF;
+                    }
+                }
+            }
+        }
+        float max = NEG_INF;
+        SIMT_UNROLL
+        for (int n = 0; n < KEYS / 8; n++) {
+            max = fmaxf(max, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+        }
+        max = fmaxf(sums.max[r], quad_max(max) * scale);
         const float base = max == NEG_INF ? 0 : max;
         const float shrink = fast_exp2(sums.max[r] - base);
         sums.max[r] = max;
@@ -177,7 +206,7 @@ SIMT_DEVICE void softmax_tile(float (&scores)[KEYS / 8][4], Sums<D>& sums, const
             SIMT_UNROLL
             for (int e = 0; e < 2; e++) {
                 float& score = scores[n][2 * r + e];
-                score = fast_exp2(score - base);
+                score = fast_exp2(score * scale - base);
                 sums.sum[r] += score;
             }
         }

@@ -60,7 +60,9 @@ SYNC = "Team<WARPS>::sync();"
 BY_SANITIZER = {"page ids read past their list": "address", "a word of two writers": "thread"}
 FAULTS = {
     "page ids read past their list": Fault(
-        TILE, "valid ? pool + key_offset", "(FAULT || valid) ? pool + key_offset"
+        TILE,
+        "page[i] = position < end ?",
+        "if (FAULT) page[i] = pages[position >> a.page_shift]; page[i] = position < end ?",
     ),
     "a word of two writers": Fault(DECODE, "if (lane % 4 == 0)", "if (FAULT || lane % 4 == 0)"),
     "missing __syncwarp": Fault(TILE, "__syncwarp();", unless("__syncwarp();")),
@@ -76,11 +78,11 @@ FAULTS = {
     "missing commit": Fault(TILE, "cp_async_commit();", unless("cp_async_commit();")),
     "wrong stage filled": Fault(TILE, "stage ^ 1, a", instead("stage ^ 1", "stage") + ", a"),
     "shared memory overrun": Fault(
-        TILE, "i < KEYS * (D / 8); i +=", "i < (KEYS + (FAULT ? 1 : 0)) * (D / 8); i +="
+        TILE, "&tiles.v[stage][row][dim]", "&tiles.v[stage][FAULT ? row + KEYS : row][dim]"
     ),
-    "page list overrun": Fault(TILE, "valid = begin +", "valid = FAULT || begin +"),
+    "page list overrun": Fault(TILE, "position < end ? pages[", "FAULT || position < end ? pages["),
     "values of unwritten slots": Fault(
-        TILE, "begin + row < end;", "begin + row < (FAULT ? (end + 7) / 8 * 8 : end);"
+        TILE, "position < end ?", "position < (FAULT ? (end + 7) / 8 * 8 : end) ?"
     ),
     "page offset in 32 bits": Fault(
         TILE,
@@ -88,7 +90,7 @@ FAULTS = {
         instead("page * a.layer.page_stride", "(int32_t)(page * a.layer.page_stride)") + " +",
     ),
     "causal mask off by one": Fault(
-        TILE, "position <= rows[r].last", "position <= rows[r].last + (FAULT ? 1 : 0)"
+        TILE, "position > rows[r].last)", "position > rows[r].last + (FAULT ? 1 : 0))"
     ),
     "window off by one": Fault(
         TILE, "position - a.layer.window + 1", "position - a.layer.window + (FAULT ? 0 : 1)"

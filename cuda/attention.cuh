@@ -166,7 +166,7 @@ SIMT_DEVICE void softmax_tile(float (&scores)[KEYS / 8][4], Sums<D>& sums, const
             SIMT_UNROLL
             for (int i = 0; i < 4; i++) {
                 const float power = fast_exp2(scores[n][i] * (2 * scale / cap));
-                scores[n][i] = 1 - 2 / (1 + power);  // tanh
+                scores[n][i] = 1 - 2 * fast_reciprocal(1 + power);  // tanh
             }
         }
         scale = cap * LOG2E;

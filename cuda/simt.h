@@ -102,6 +102,13 @@ SIMT_DEVICE float fast_exp2(float x) {
     return out;
 }
 
+// 1 / x, within 1 ulp; 0 for infinity.
+SIMT_DEVICE float fast_reciprocal(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(out) : "f"(x));
+    return out;
+}
+
 // 16 bytes that no cache need keep: pages on their way between tiers.
 SIMT_DEVICE uint4 load16_once(const void* p) { return __ldcs((const uint4*)p); }
 SIMT_DEVICE void store16_once(void* p, uint4 value) { __stcs((uint4*)p, value); }

@@ -64,6 +64,13 @@ struct Exp2 {
     }
 };
 
+struct Reciprocal {
+    static constexpr int IN = 1, OUT = 1;
+    static SIMT_DEVICE void run(const uint32_t* in, uint32_t* out) {
+        *(float*)out = fast_reciprocal(*(const float*)in);
+    }
+};
+
 struct Once {
     static constexpr int IN = 4, OUT = 4;
     static SIMT_DEVICE void run(const uint32_t* in, uint32_t* out) {
@@ -98,6 +105,7 @@ extern "C" int conformance(int op, const uint32_t* in, uint32_t* out, int blocks
         case 7: return run_op<Mma<F16>>(in, out, blocks, stream);
         case 8: return run_op<Exp2>(in, out, blocks, stream);
         case 9: return run_op<Once>(in, out, blocks, stream);
+        case 10: return run_op<Reciprocal>(in, out, blocks, stream);
     }
     return -1;
 }

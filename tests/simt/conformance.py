@@ -31,15 +31,16 @@ OPS = {
     "mma_f16": Op(7, 10, 4),
     "exp2": Op(8, 1, 1),
     "once": Op(9, 4, 4),
+    "reciprocal": Op(10, 1, 1),
 }
-EXACT = [name for name in OPS if name not in ("mma_bf16", "mma_f16", "exp2")]
+EXACT = [n for n in OPS if n not in ("mma_bf16", "mma_f16", "exp2", "reciprocal")]
 
 
 def inputs(name: str) -> Words:
     """Random bits; finite numbers of moderate size where the word computes."""
     rng = np.random.default_rng(OPS[name].number)
     shape = (BLOCKS, 32, OPS[name].num_in)
-    if name == "exp2":
+    if name in ("exp2", "reciprocal"):
         return (rng.standard_normal(shape) * 20).astype(np.float32).view(np.uint32)
     if name.startswith("mma"):
         dtype = {"mma_bf16": "bfloat16", "mma_f16": "float16"}[name]
@@ -94,6 +95,8 @@ def defined(name: str) -> Array:
     numbers = words.view(np.float32)
     if name == "exp2":
         return np.exp2(numbers.astype(np.float64))
+    if name == "reciprocal":
+        return 1 / numbers.astype(np.float64)
     if name.startswith("pack"):
         dtype = {"pack_bf16": "bfloat16", "pack_f16": "float16"}[name]
         with np.errstate(all="ignore"):

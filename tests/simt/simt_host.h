@@ -589,6 +589,7 @@ inline uint32_t pack_f16(float low, float high) {
 }
 
 inline float fast_exp2(float x) { return exp2f(x); }
+inline float fast_reciprocal(float x) { return 1 / x; }
 
 inline uint4 load16_once(const void* p) {
     simt::check_aligned(p, "misaligned 16-byte load");

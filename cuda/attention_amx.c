@@ -20,12 +20,21 @@
 #define vmax(a, b) _mm512_max_ps(a, b)
 #define round_vf(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 #define exp2_scale(p, n) _mm512_scalef_ps(p, n)
+#define max_of_lanes(x) reduce_lanes(x, 1)
+#define sum_of_lanes(x) reduce_lanes(x, 0)
+/* Of the 4 lanes of 128 bits, the result in each; a sum is (0 + 2) + (1 + 3). */
+static inline __attribute__((always_inline)) __m512 reduce_lanes(__m512 x, int max) {
+    const __m512 y = _mm512_shuffle_f32x4(x, x, 0x4e);
+    x = max ? _mm512_max_ps(x, y) : _mm512_add_ps(x, y);
+    const __m512 z = _mm512_shuffle_f32x4(x, x, 0xb1);
+    return max ? _mm512_max_ps(x, z) : _mm512_add_ps(x, z);
+}
 #include "attention_body.h"
 
 enum { COLUMNS = MAX_ROWS / 16, TILE = 512 /* bf16 */, CHUNKS = BLOCK / 32 };
 
 struct amx_scratch {
-    float *s;              /* [columns][BLOCK][16 rows] */
+    float *s;              /* [columns][BLOCK][16 rows], or compact[BLOCK / 4] */
     float *o;              /* [columns][16 rows][head_dim] */
     uint16_t *q;           /* [columns][head_dim / 32] tiles */
     uint16_t *k;           /* [BLOCK][head_dim], of pages too small to be used in place */
@@ -114,7 +123,8 @@ static void amx_prepare(const struct rx_tile *t, void *memory) {
             transpose(x);
             for (int r = 0; r < 16; r++) _mm512_store_si512(a->q + (c * dim + d) * 16 + r * 32, x[r]);
         }
-    set_limits(t, a->low, a->high, columns * 16, 1);
+    set_limits(t, a->low, a->high, columns, t->num_rows <= 4 ? COMPACT : ROWS);
+    memset(a->p, 0, 2 * CHUNKS * TILE);
 }
 
 /* s of `count` times 16 tokens and of one or two columns of rows. */
@@ -172,17 +182,54 @@ INLINE void pack_weights(const float *s, int chunks, uint16_t *p) {
     }
 }
 
-/* Values of pairs of tokens, interleaved: tiles of [16 pairs][16 dims][2]. */
-static void pack_values(const struct amx_scratch *a, const struct block *b, int dim, int chunks) {
-    const __m512i lo = interleave(32), hi = _mm512_add_epi16(lo, _mm512_set1_epi16(16));
+/* Up to 4 rows, where most of a tile would be idle columns: logits to vectors of 4 tokens, 4 apart,
+ * of 4 rows: vector 4 i + j holds tokens 16 i + j + {0, 4, 8, 12}. */
+INLINE void compact_logits(float *s, int tokens) {
+    for (int i = 0; i < tokens; i += 16)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const float *at = s + (i + j) * 16;
+            __m512 x = _mm512_castps128_ps512(_mm_load_ps(at));
+            x = _mm512_mask_broadcast_f32x4(x, 0x00f0, _mm_load_ps(at + 64));
+            x = _mm512_mask_broadcast_f32x4(x, 0x0f00, _mm_load_ps(at + 128));
+            x = _mm512_mask_broadcast_f32x4(x, 0xf000, _mm_load_ps(at + 192));
+            store(s + BLOCK * 16 + i * 4 + j * 16, x);
+        }
+}
+
+INLINE void pack_compact_weights(const float *s, int chunks, uint16_t *p) {
+    for (int c = 0; c < chunks; c++, p += TILE) {
+        vf rows[2][4];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++, s += 64) {
+            const vf w[4] = {load(s), load(s + 16), load(s + 32), load(s + 48)};
+            const vf ab = _mm512_unpacklo_ps(w[0], w[1]), AB = _mm512_unpackhi_ps(w[0], w[1]);
+            const vf cd = _mm512_unpacklo_ps(w[2], w[3]), CD = _mm512_unpackhi_ps(w[2], w[3]);
+            rows[i][0] = _mm512_shuffle_ps(ab, cd, 0x44);
+            rows[i][1] = _mm512_shuffle_ps(ab, cd, 0xee);
+            rows[i][2] = _mm512_shuffle_ps(AB, CD, 0x44);
+            rows[i][3] = _mm512_shuffle_ps(AB, CD, 0xee);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++)
+            _mm512_store_si512(p + r * 32, (__m512i)_mm512_cvtne2ps_pbh(rows[1][r], rows[0][r]));
+    }
+}
+
+/* Values of pairs of tokens, interleaved: tiles of [16 pairs][16 dims][2], the first of two with
+ * dims 0-3, 8-11, 16-19, 24-27 of 32, the second with the others. */
+static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, const struct block *b, int pos, int dim,
+                        int chunks) {
     for (int i = 0; i < chunks * 16; i++) {
-        const char *v0 = 2 * i < b->n ? b->v[2 * i] : (const char *)a->zeros;
-        const char *v1 = 2 * i + 1 < b->n ? b->v[2 * i + 1] : (const char *)a->zeros;
+        const char *v[2];
+        for (int j = 2 * i; j < 2 * i + 2; j++)
+            v[j % 2] = j >= b->n ? (const char *)a->zeros
+                       : t->page_size % RUN ? t->v + row_at(t, pos + j) : b->v[j / RUN] + j % RUN * t->row_bytes;
         uint16_t *to = a->v + i / 16 * dim * 32 + i % 16 * 32;
         for (int d = 0; d < dim; d += 32, to += 2 * TILE) {
-            const __m512i x = _mm512_loadu_si512(v0 + 2 * d), y = _mm512_loadu_si512(v1 + 2 * d);
-            _mm512_store_si512(to, _mm512_permutex2var_epi16(x, lo, y));
-            _mm512_store_si512(to + TILE, _mm512_permutex2var_epi16(x, hi, y));
+            const __m512i x = _mm512_loadu_si512(v[0] + 2 * d), y = _mm512_loadu_si512(v[1] + 2 * d);
+            _mm512_store_si512(to, _mm512_unpacklo_epi16(x, y));
+            _mm512_store_si512(to + TILE, _mm512_unpackhi_epi16(x, y));
         }
     }
 }
@@ -241,33 +288,48 @@ static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end
         locate(t, pos + BLOCK, pos + BLOCK < ahead ? ahead : pos + BLOCK, &blocks[turn ^ 1]);
         const char *k[BLOCK / 16];
         for (int i = 0; i < BLOCK; i += 16) { /* where there are no tokens, any keys will do */
-            k[i / 16] = in_place ? now->k[i < now->n ? i : 0] : (const char *)(a->k + i * dim);
+            k[i / 16] = in_place ? now->k[i < now->n ? i / RUN : 0] : (const char *)(a->k + i * dim);
             for (int j = i; !in_place && j < i + 16; j++)
-                memcpy(a->k + j * dim, j < now->n ? now->k[j] : (const char *)a->zeros, (size_t)dim * 2);
+                memcpy(a->k + j * dim, j < now->n ? t->k + row_at(t, pos + j) : (const char *)a->zeros, (size_t)dim * 2);
         }
-        fetch(next, next->k, 0, next->n, t->row_bytes);
+        for (int i = 0; i < BLOCK / RUN; i++) fetch(t, next, next->k, i);
         for (int c = 0; c < columns; c += 2)
             if (c + 1 == columns) amx_logits(a, k, dim * 2, dim, 0, c, 1);
             else
                 for (int i = 0; i < tokens; i += 32) amx_logits(a, k + i / 16, dim * 2, dim, i, c, 2);
-        pack_values(a, now, dim, chunks);
-        fetch(next, next->v, 0, next->n, t->row_bytes);
+        pack_values(t, a, now, pos, dim, chunks);
+        for (int i = 0; i < BLOCK / RUN; i++) fetch(t, next, next->v, i);
         const int masked = pos < t->max_low || pos + tokens > t->min_high;
-        for (int c = 0; c < columns; c++) {
+        const vi *low = masked ? a->low : NULL;
+        for (int c = 0; c < columns; c++, low += masked) {
             float *s = a->s + c * BLOCK * 16, *o = a->o + c * 16 * dim;
-            const vf fix = weigh(t->layer, s, tokens, 1, pos, masked ? &a->low[c] : NULL,
-                                 &a->high[c], &a->m[c], &a->l[c]);
-            pack_weights(s, chunks, a->p);
+            vf fix;
+            if (t->num_rows <= 4) {
+                compact_logits(s, tokens);
+                s += BLOCK * 16;
+                fix = weigh(t->layer, s, tokens / 4, COMPACT, pos, low, a->high, a->m, a->l);
+                pack_compact_weights(s, chunks, a->p);
+            } else {
+                fix = weigh(t->layer, s, tokens, ROWS, pos, low, &a->high[c], &a->m[c], &a->l[c]);
+                pack_weights(s, chunks, a->p);
+            }
+            const int rows = t->num_rows - c * 16 < 16 ? t->num_rows - c * 16 : 16;
             if (pos > begin && _mm512_cmp_ps_mask(fix, splat(1), _CMP_NEQ_UQ))
-                for (int r = 0; r < 16; r++)
+                for (int r = 0; r < rows; r++)
                     for (int d = 0; d < dim; d += 16) store(o + r * dim + d, load(o + r * dim + d) * fix[r]);
             for (int d = 0; d < dim; d += 64) amx_outputs(a, o, dim, d, chunks, d + 64 <= dim);
         }
     }
     _tile_loadconfig(&before);
     for (int r = 0; r < t->num_rows; r++) {
+        const float *o = a->o + r * dim;
         float *part = t->part[r];
-        memcpy(part, a->o + r * dim, (size_t)dim * 4);
+        for (int d = 0; d < dim; d += 32) { /* undoes the order of pack_values */
+            const vf x = load(o + d), y = load(o + d + 16);
+            const vf even = _mm512_shuffle_f32x4(x, y, 0x44), odd = _mm512_shuffle_f32x4(x, y, 0xee);
+            store(part + d, _mm512_shuffle_f32x4(even, even, 0xd8));
+            store(part + d + 16, _mm512_shuffle_f32x4(odd, odd, 0xd8));
+        }
         part += rx_part_stride(dim) - 16;
         part[0] = a->m[r / 16][r % 16];
         part[1] = a->l[r / 16][r % 16];

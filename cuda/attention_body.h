@@ -16,8 +16,15 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#ifndef max_of_lanes
+#define max_of_lanes(x) (x)
+#define sum_of_lanes(x) (x)
+#endif
 
-enum { ROWS_PER_VEC = VL / 4, MAX_VECS = MAX_ROWS / ROWS_PER_VEC, GROUPS = BLOCK / 4 };
+enum { ROWS_PER_VEC = VL / 4, MAX_VECS = MAX_ROWS / ROWS_PER_VEC, GROUPS = BLOCK / 4, RUN = 8 };
+
+/* How logits lie in vectors: QUADS as above; the two others are those of attention_amx.c. */
+enum layout { QUADS, ROWS, COMPACT };
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
@@ -35,15 +42,15 @@ typedef uint16_t vh_any __attribute__((vector_size(VL * 2), aligned(2), may_alia
 #endif
 
 struct scratch {
-    float *q, *s, *o, *kv, *zeros;
+    float *q, *s, *o, *kv;
     vf m[MAX_VECS], l[MAX_VECS], fix[MAX_VECS];
     vi low[MAX_VECS], high[MAX_VECS];
 };
 
-/* Where the keys and values of up to BLOCK tokens lie. */
+/* Where the keys and values of up to BLOCK tokens lie, in runs of RUN tokens. */
 struct block {
     int n;
-    const char *k[BLOCK], *v[BLOCK];
+    const char *k[BLOCK / RUN], *v[BLOCK / RUN];
 };
 
 INLINE vf load(const float *p) { return *(const vf_any *)p; }
@@ -94,6 +101,11 @@ INLINE vf sum4(vf a, vf b, vf c, vf d) {
     return __builtin_shuffle(ab, cd, lo2) + __builtin_shuffle(ab, cd, hi2);
 }
 
+INLINE vf max_in_row(vf x) {
+    x = vmax(x, __builtin_shuffle(x, (vi)PER_ROW(2, 3, 0, 1)));
+    return vmax(x, __builtin_shuffle(x, (vi)PER_ROW(1, 0, 3, 2)));
+}
+
 static void widen(const char *src, enum rx_dtype dtype, int n, int padded, float *dst) {
     int i = 0;
     if (dtype == RX_F32) {
@@ -131,7 +143,7 @@ static int padded_dim(const struct rx_layer *layer) { return (layer->head_dim + 
 
 static size_t body_scratch_bytes(const struct rx_layer *layer) {
     const size_t dim = (size_t)padded_dim(layer);
-    return sizeof(struct scratch) + 4 * (2 * MAX_ROWS * dim + MAX_ROWS * BLOCK + 2 * BLOCK * dim + dim) + 4096;
+    return sizeof(struct scratch) + 4 * (2 * MAX_ROWS * dim + MAX_ROWS * BLOCK + 2 * BLOCK * dim) + 4096;
 }
 
 static struct scratch *carve(const struct rx_tile *t, void *memory) {
@@ -141,19 +153,19 @@ static struct scratch *carve(const struct rx_tile *t, void *memory) {
     s->q = next, next += MAX_ROWS * dim;
     s->o = next, next += MAX_ROWS * dim;
     s->s = next, next += MAX_ROWS * BLOCK;
-    s->kv = next, next += 2 * BLOCK * dim;
-    s->zeros = next;
+    s->kv = next;
     return s;
 }
 
-/* Per lane the positions its row sees, less the lane's own place among `step` tokens. */
-static void set_limits(const struct rx_tile *t, vi *low, vi *high, int num_rows, int per_row) {
+/* Per lane the positions its row sees, less the lane's own place among a vector's tokens. */
+static void set_limits(const struct rx_tile *t, vi *low, vi *high, int vecs, enum layout layout) {
     int32_t *lo = (int32_t *)low, *hi = (int32_t *)high;
-    for (int r = 0; r < num_rows; r++)
-        for (int i = 0; i < per_row; i++) {
-            lo[r * per_row + i] = r < t->num_rows ? t->low[r] - i : 0;
-            hi[r * per_row + i] = r < t->num_rows ? t->high[r] - i : INT32_MAX;
-        }
+    for (int i = 0; i < vecs * VL; i++) {
+        const int r = layout == QUADS ? i / 4 : layout == ROWS ? i : i % 4;
+        const int token = layout == QUADS ? i % 4 : layout == ROWS ? 0 : i / 4 * 4;
+        lo[i] = r < t->num_rows ? t->low[r] - token : 0;
+        hi[i] = r < t->num_rows ? t->high[r] - token : INT32_MAX;
+    }
 }
 
 static void body_prepare(const struct rx_tile *t, void *memory) {
@@ -165,34 +177,61 @@ static void body_prepare(const struct rx_tile *t, void *memory) {
         else memset(s->kv, 0, (size_t)dim * 4);
         for (int g = 0; g < dim / 4; g++) memcpy(to + (size_t)g * VL, s->kv + g * 4, 16);
     }
-    memset(s->zeros, 0, (size_t)dim * 4);
-    set_limits(t, s->low, s->high, vecs * ROWS_PER_VEC, 4);
+    set_limits(t, s->low, s->high, vecs, QUADS);
 }
 
+INLINE int64_t row_at(const struct rx_tile *t, int pos) {
+    return t->pages[pos / t->page_size] * t->page_bytes + pos % t->page_size * t->row_bytes;
+}
+
+/* Runs lie in one page where RUN divides the page size; elsewhere they are not located. */
 static void locate(const struct rx_tile *t, int begin, int end, struct block *b) {
-    int page = begin / t->page_size, slot = begin % t->page_size;
     b->n = end - begin < BLOCK ? end - begin : BLOCK;
-    for (int i = 0; i < b->n; i++) {
-        const int64_t at = t->pages[page] * t->page_bytes + slot * t->row_bytes;
+    for (int i = 0; t->page_size % RUN == 0 && i * RUN < b->n; i++) {
+        const int64_t at = row_at(t, begin + i * RUN);
         b->k[i] = t->k + at;
         b->v[i] = t->v + at;
-        if (++slot == t->page_size) slot = 0, page++;
     }
 }
 
-INLINE void fetch(const struct block *b, const char *const *rows, int first, int n, int64_t bytes) {
-    for (int i = first; i < first + n && i < b->n; i++)
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[i] + at, 0, 2);
+INLINE void fetch(const struct rx_tile *t, const struct block *b, const char *const *runs, int i) {
+    if (t->page_size % RUN == 0 && i * RUN < b->n)
+        for (int64_t at = 0; at < RUN * t->row_bytes; at += 64) __builtin_prefetch(runs[i] + at, 0, 2);
+}
+
+/* The runs of `now` in fp32: where they lie, or widened in scratch. Values of no token are 0. */
+static void open_block(const struct rx_tile *t, struct scratch *s, const struct block *now, int pos, int dim,
+                       const float **k, const float **v) {
+    const struct rx_layer *layer = t->layer;
+    const int in_place = layer->dtype == RX_F32 && dim == layer->head_dim && t->page_size % RUN == 0;
+    for (int i = 0; i * RUN < now->n; i++) {
+        float *to_k = s->kv + (size_t)i * RUN * dim, *to_v = to_k + (size_t)BLOCK * dim;
+        k[i] = in_place ? (const float *)now->k[i] : to_k;
+        v[i] = to_v;
+        if (in_place && (i + 1) * RUN <= now->n) {
+            v[i] = (const float *)now->v[i];
+            continue;
+        }
+        for (int j = i * RUN; j < (i + 1) * RUN; j++, to_k += dim, to_v += dim) {
+            if (j >= now->n) {
+                memset(to_v, 0, (size_t)dim * 4);
+                continue;
+            }
+            const int64_t at = row_at(t, pos + j);
+            widen(t->v + at, layer->dtype, layer->head_dim, dim, to_v);
+            if (!in_place) widen(t->k + at, layer->dtype, layer->head_dim, dim, to_k);
+        }
+    }
 }
 
 /* s[vecs][tokens] = q . k over `groups` of 4 floats. */
-INLINE void logits(const float *q, int groups, const float *const *k, float *s, int vecs, int tokens) {
+INLINE void logits(const float *q, int groups, const float *k, float *s, int vecs, int tokens) {
     vf acc[24], kg[8];
 #pragma GCC unroll 64
     for (int i = 0; i < vecs * tokens; i++) acc[i] = (vf){0};
     for (int g = 0; g < groups; g++) {
 #pragma GCC unroll 8
-        for (int i = 0; i < tokens; i++) kg[i] = bcast4(k[i] + 4 * g);
+        for (int i = 0; i < tokens; i++) kg[i] = bcast4(k + 4 * (i * groups + g));
 #pragma GCC unroll 8
         for (int r = 0; r < vecs; r++) {
             const vf qg = load(q + (r * groups + g) * VL);
@@ -210,8 +249,8 @@ INLINE void logits(const float *q, int groups, const float *const *k, float *s, 
 }
 
 /* o[vecs][groups] = o * fix + p . v over the n tokens of a block. */
-INLINE void outputs(const float *p, const float *const *v, int n, int at, float *o, int o_groups, const vf *fix,
-                    int vecs, int groups) {
+INLINE void outputs(const float *p, const float *const *v, int n, int at, float *o, int o_groups,
+                    const vf *fix, int vecs, int groups) {
     vf acc[24], weights[4], w[4];
 #pragma GCC unroll 8
     for (int r = 0; r < vecs; r++)
@@ -219,11 +258,11 @@ INLINE void outputs(const float *p, const float *const *v, int n, int at, float 
         for (int g = 0; g < groups; g++)
             acc[r * groups + g] = load(o + (r * o_groups + g) * VL) * fix[r];
     for (int i = 0; i < n; i += 4) {
+        const float *vj = v[i / RUN] + i % RUN * 4 * o_groups + at;
 #pragma GCC unroll 8
         for (int r = 0; r < vecs; r++) weights[r] = load(p + (r * GROUPS + i / 4) * VL);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            const float *vj = v[i + j] + at;
+        for (int j = 0; j < 4; j++, vj += 4 * o_groups) {
 #pragma GCC unroll 8
             for (int r = 0; r < vecs; r++) w[r] = spread(weights[r], j);
 #pragma GCC unroll 16
@@ -240,48 +279,50 @@ INLINE void outputs(const float *p, const float *const *v, int n, int at, float 
         for (int g = 0; g < groups; g++) store(o + (r * o_groups + g) * VL, acc[r * groups + g]);
 }
 
-/* Logits of `groups` vectors to weights, in place; `step` tokens a vector. Updates m and l, and
- * returns what the output so far is to be multiplied with. `low` is NULL where all is seen. */
-INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, int step, int pos,
+/* Logits of `groups` vectors to weights, in place. Updates m and l, and returns what the output so
+ * far is to be multiplied with. `low` is NULL where all rows see all tokens. */
+INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, enum layout layout, int pos,
                 const vi *low, const vi *high, vf *m, vf *l) {
     const float log2e = 1.44269504f, cap = layer->softcap * log2e;
     const float scale = cap != 0 ? 1 : layer->scale * log2e;
-    vf top = splat(-INFINITY);
+    vf top = splat(-INFINITY), sum[4] = {{0}, {0}, {0}, {0}};
     for (int g = 0; g < groups; g++) {
         vf x = load(s + g * VL);
         if (cap != 0) x = soft_cap(x, 2 * log2e * layer->scale / layer->softcap, cap);
         if (low) {
-            const int32_t at = pos + g * step;
+            const int32_t at = pos + (layout == QUADS ? 4 * g : layout == ROWS ? g : g / 4 * 16 + g % 4);
             x = select_vf((at >= *low) & (at < *high), x, splat(-INFINITY));
         }
         if (low || cap != 0) store(s + g * VL, x);
         top = vmax(top, x);
     }
-    if (step == 4) {
-        top = vmax(top, __builtin_shuffle(top, (vi)PER_ROW(2, 3, 0, 1)));
-        top = vmax(top, __builtin_shuffle(top, (vi)PER_ROW(1, 0, 3, 2)));
-    }
+    if (layout == QUADS) top = max_in_row(top);
+    if (layout == COMPACT) top = max_of_lanes(top);
     top = vmax(*m, top * scale);
     const vf fix = exp2_vf(*m - top);
-    vf sum = {0};
-    for (int g = 0; g < groups; g++) {
-        const vf p = exp2_vf(load(s + g * VL) * scale - top);
-        store(s + g * VL, p);
-        sum += p;
-    }
-    *l = *l * fix + sum;
+    const int unroll = layout == ROWS ? 16 : 2;
+    for (int g = 0; g < groups; g += unroll)
+#pragma GCC unroll 16
+        for (int i = 0; i < unroll; i++) {
+            const vf p = exp2_vf(load(s + (g + i) * VL) * scale - top);
+            store(s + (g + i) * VL, p);
+            sum[layout == ROWS ? i / 4 : 0] += p;
+        }
+    if (layout == ROWS) sum[0] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
+    if (layout == COMPACT) sum[0] = sum_of_lanes(sum[0]);
+    *l = *l * fix + sum[0];
     *m = top;
     return fix;
 }
 
-static void all_logits(struct scratch *s, const float *const *k, int n, int groups, int vecs, const struct block *next,
-                       int64_t row_bytes) {
+static void all_logits(const struct rx_tile *t, struct scratch *s, const float *const *k, int n,
+                       int groups, int vecs, const struct block *next) {
     int r = 0;
 #define LOGITS(VECS, TOKENS)                                                                   \
     for (int i = 0; i < n; i += TOKENS) {                                                      \
-        if (r == 0) fetch(next, next->k, i, TOKENS, row_bytes);                                \
-        logits(s->q + (size_t)r * groups * VL, groups, k + i, s->s + (r * GROUPS + i / 4) * VL, VECS, \
-               TOKENS);                                                                        \
+        if (r == 0 && i % RUN == 0) fetch(t, next, next->k, i / RUN);                          \
+        logits(s->q + (size_t)r * groups * VL, groups, k[i / RUN] + i % RUN * 4 * groups,      \
+               s->s + (r * GROUPS + i / 4) * VL, VECS, TOKENS);                                \
     }                                                                                          \
     r += VECS
     while (vecs - r >= LOGIT_VECS) { LOGITS(LOGIT_VECS, 4); }
@@ -316,30 +357,22 @@ static void body_attend(const struct rx_tile *t, void *memory, int begin, int en
     const struct rx_layer *layer = t->layer;
     const int dim = padded_dim(layer), groups = dim / 4;
     const int vecs = (t->num_rows + ROWS_PER_VEC - 1) / ROWS_PER_VEC;
-    const int in_place = layer->dtype == RX_F32 && dim == layer->head_dim;
     struct block blocks[2];
     for (int r = 0; r < vecs; r++) s->m[r] = splat(RX_NONE), s->l[r] = (vf){0};
     memset(s->o, 0, (size_t)vecs * ROWS_PER_VEC * dim * 4);
     locate(t, begin, end, &blocks[0]);
     for (int pos = begin, turn = 0; pos < end; pos += BLOCK, turn ^= 1) {
         const struct block *now = &blocks[turn], *next = &blocks[turn ^ 1];
-        const int n = now->n, padded = (n + 7) / 8 * 8;
+        const int padded = (now->n + RUN - 1) / RUN * RUN;
+        const float *k[BLOCK / RUN], *v[BLOCK / RUN];
         locate(t, pos + BLOCK, pos + BLOCK < ahead ? ahead : pos + BLOCK, &blocks[turn ^ 1]);
-        const float *k[BLOCK], *v[BLOCK];
-        for (int i = 0; i < padded; i++) {
-            float *to = s->kv + (size_t)i * dim;
-            k[i] = i >= n ? s->zeros : in_place ? (const float *)now->k[i] : to;
-            v[i] = i >= n ? s->zeros : in_place ? (const float *)now->v[i] : to + (size_t)BLOCK * dim;
-            if (i >= n || in_place) continue;
-            widen(now->k[i], layer->dtype, layer->head_dim, dim, (float *)k[i]);
-            widen(now->v[i], layer->dtype, layer->head_dim, dim, (float *)v[i]);
-        }
-        all_logits(s, k, padded, groups, vecs, next, t->row_bytes);
+        open_block(t, s, now, pos, dim, k, v);
+        all_logits(t, s, k, padded, groups, vecs, next);
         const int masked = pos < t->max_low || pos + padded > t->min_high;
         for (int r = 0; r < vecs; r++)
-            s->fix[r] = weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, 4, pos, masked ? &s->low[r] : NULL,
+            s->fix[r] = weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, QUADS, pos, masked ? &s->low[r] : NULL,
                               &s->high[r], &s->m[r], &s->l[r]);
-        fetch(next, next->v, 0, next->n, t->row_bytes);
+        for (int i = 0; i < BLOCK / RUN; i++) fetch(t, next, next->v, i);
         all_outputs(s, v, padded, groups, vecs);
     }
     for (int r = 0; r < t->num_rows; r++) {

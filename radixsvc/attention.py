@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +107,7 @@ class RaggedBatch:
                 f"{len(page_tables)} page tables do not describe one batch"
             )
         if (queries < 0).any() or (contexts < queries).any():
-            raise ValueError("a sequence has more new tokens than its context is long")
+            raise ValueError("a sequence has fewer than 0, or more new tokens than its context")
         needed = (contexts + (page_size - 1)) // page_size
         held = np.fromiter(map(len, page_tables), np.int32, len(page_tables))
         if (held < needed).any():
@@ -123,9 +124,11 @@ class RaggedBatch:
         np.cumsum(queries, out=cu_seqlens_q[1:])
         page_indptr = np.zeros(len(queries) + 1, np.int32)
         np.cumsum(needed, out=page_indptr[1:])
-        groups = SharedGroups.find(
-            queries, contexts, page_tables if share_prefixes else (), page_size
-        ) if share_prefixes else SharedGroups(*(np.zeros(n, np.int32) for n in (1, 0, 0)))
+        groups = (
+            SharedGroups.find(queries, contexts, tables, page_size)
+            if share_prefixes
+            else SharedGroups(*(np.zeros(n, np.int32) for n in (1, 0, 0)))
+        )
         contexts = np.ascontiguousarray(contexts)
         handle = _kernels.batch(
             len(queries),
@@ -196,9 +199,7 @@ class StepContext:
             raise ValueError("a page of the pool must be contiguous")
         if batch.page_size != shape.page_size:
             raise ValueError(f"pages of {batch.page_size} tokens, the pool has {shape.page_size}")
-        if len(batch.pages) and not (
-            batch.pages.min() >= 0 and batch.pages.max() < pool.shape[0]
-        ):
+        if len(batch.pages) and not (batch.pages.min() >= 0 and batch.pages.max() < pool.shape[0]):
             raise ValueError(f"page ids must lie in [0, {pool.shape[0]})")
         if pool.device.type != batch.device.type:
             raise ValueError(f"the pool is on {pool.device}, the batch on {batch.device}")
@@ -283,8 +284,10 @@ def paged_attention(
                 )
         k_args = (k.data_ptr(), k.stride(0), k.stride(1))
         v_args = (v.data_ptr(), v.stride(0), v.stride(1))
-    if window < 0 or softcap < 0:
-        raise ValueError(f"window {window} and softcap {softcap} must not be negative")
+    if scale <= 0 or window < 0 or softcap < 0:
+        raise ValueError(
+            f"scale {scale} must be positive, window {window} and softcap {softcap} not negative"
+        )
     if sinks is not None:
         if sinks.shape != (q_heads,):
             raise ValueError(f"sinks are {tuple(sinks.shape)}, not one for each of {q_heads} heads")
@@ -325,13 +328,12 @@ def _shape_of(q: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-_library = torch.library.Library("radixsvc", "DEF")
+_library: Any = torch.library.Library("radixsvc", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "paged_attention(Tensor q, Tensor? k, Tensor? v, int layer, float scale, int window=0, "
     "float softcap=0.0, Tensor? sinks=None) -> Tensor"
 )
 _library.impl("paged_attention", paged_attention, "CPU")
-_library.impl("paged_attention", paged_attention, "CUDA")
 _library.impl("paged_attention", _shape_of, "Meta")
 
 

@@ -141,9 +141,7 @@ class Cuda:
         pool, q, k, v = (x.cuda() for x in (case.pool, case.q, case.k, case.v))
         sinks = None if case.sinks is None else case.sinks.cuda()
         with attention_step(StepContext(pool, case.shape, batch)):
-            out = paged_attention(
-                q, k, v, case.layer, case.scale, case.window, case.softcap, sinks
-            )
+            out = paged_attention(q, k, v, case.layer, case.scale, case.window, case.softcap, sinks)
         case.pool.copy_(pool)
         return out.cpu()
 

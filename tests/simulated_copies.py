@@ -79,6 +79,9 @@ class SimulatedStream:
     def elapsed(self, start: Event, end: Event) -> float:
         return 1e-6
 
+    def calibrate(self, source: PageView, target: PageView) -> None:
+        pass
+
     def close(self) -> None:
         self.machine.run()
 

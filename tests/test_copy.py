@@ -120,8 +120,8 @@ def test_neighbours_on_both_sides_are_one_run() -> None:
 
 
 def test_no_run_crosses_the_border_of_a_registered_piece_or_a_gap_between_slots() -> None:
-    device = PageView(0, 10, 10, ids(0, 1, 2, 3, 4, 5), True)
-    host = PageView(0, 10, 10, ids(0, 1, 2, 3, 4, 5), False, np.array([0, 0, 1, 1, -1, -1]))
+    device = PageView(0, 10, 10, ids(0, 1, 2, 3, 4, 5))
+    host = PageView(0, 10, 10, ids(0, 1, 2, 3, 4, 5), np.array([0, 0, 1, 1, -1, -1]))
     for runs in (merge_runs(device, host), merge_runs(host, device)):
         assert runs.sizes.tolist() == [20, 20, 20]
         assert runs.pinned.tolist() == [True, True, False]

@@ -35,6 +35,7 @@ class Rig:
         disk: int = 8, **options: object,
     ) -> None:  # fmt: skip
         self.device = DeviceTier(SHAPE, device, CPU)
+        self.device.pool.zero_()
         self.host = HostTier(SHAPE.nbytes, host)
         self.disk = DiskTier(folder, SHAPE.nbytes, disk * 8192 + 8192, b"w" * 32, 100)
         self.machine = machine

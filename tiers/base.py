@@ -32,15 +32,14 @@ class TierError(Exception):
 class PageView(NamedTuple):
     """Pages in memory: page `pages[i]` is the `nbytes` bytes at `base + pages[i] * stride`.
 
-    `pieces` numbers the registered piece of memory each page lies in; a single copy must not run
-    over two of them. None where there are no such borders.
+    `pieces` numbers the registered piece of memory each page lies in, -1 where it is pageable; a
+    single copy must not run over two of them. None: all is device memory, or one pinned piece.
     """
 
     base: int
     stride: int
     nbytes: int
     pages: PageIds
-    on_device: bool = False
     pieces: npt.NDArray[np.int64] | None = None
 
 
@@ -149,6 +148,7 @@ class StoreTier(Tier, Protocol):
 
     slot_bytes: int
     payload_offset: int
+    staging_is_pinned: bool  # true also where there is no GPU to pin it for
     generation: int
     counters: dict[str, int]
     off_reason: str | None

@@ -25,6 +25,8 @@ import torch
 from tiers import _kernels
 from tiers.base import PageView
 
+KERNEL_BLOCKS = 16  # enough to keep a bus busy, and few beside the computation
+
 Int64s = npt.NDArray[np.int64]
 
 
@@ -52,6 +54,9 @@ class CopyStream(Protocol):
 
     def elapsed(self, start: Any, end: Any) -> float:
         """Seconds between two reached events of this stream."""
+
+    def calibrate(self, source: PageView, target: PageView) -> None:
+        """Learn, on pages nobody uses, which way of copying such pages is the quicker one."""
 
     def close(self) -> None: ...
 
@@ -128,6 +133,9 @@ class CpuStream:
     def elapsed(self, start: _Event, end: _Event) -> float:
         return end.time - start.time
 
+    def calibrate(self, source: PageView, target: PageView) -> None:
+        """There is one way."""
+
     def close(self) -> None:
         self._ops.put(None)
         self._thread.join()
@@ -173,7 +181,8 @@ class CudaStream(CpuStream):
     """Copies on a CUDA stream of its own; the thread only issues them.
 
     Issuing apart from the engine's thread matters where pinning failed: a copy out of pageable
-    memory blocks the thread that asks for it.
+    memory blocks the thread that asks for it. Scattered pages below a size that `calibrate`
+    measures go through a gather/scatter kernel, all else through the copy engine.
     """
 
     def __init__(self, device: torch.device, name: str = "copy") -> None:
@@ -183,6 +192,8 @@ class CudaStream(CpuStream):
         self._event_options = EventOptions(timing_enabled=True, blocking_sync=True)
         self._device.set_current()
         self._stream = self._device.create_stream()
+        self._handle = int(self._stream.handle)
+        self._kernel_bytes = 0  # pages of at most so many bytes go through the kernel
         super().__init__(name)
 
     def query(self, event: _Event) -> bool:
@@ -194,6 +205,24 @@ class CudaStream(CpuStream):
 
     def elapsed(self, start: _Event, end: _Event) -> float:
         return float(end.cuda - start.cuda) / 1e3
+
+    def calibrate(self, source: PageView, target: PageView) -> None:
+        """Time scattered pages both ways."""
+        if not hasattr(_kernels, "copy_pages_cuda") or source.nbytes % 16:
+            return
+        source, target = (
+            v._replace(pages=v.pages[::2], pieces=None if v.pieces is None else v.pieces[::2])
+            for v in (source, target)
+        )
+        seconds = {}
+        for kernel_bytes in (0, source.nbytes) * 2:  # the second round counts
+            self._kernel_bytes = kernel_bytes
+            start = self.record()
+            self.copy(source, target)
+            end = self.record()
+            self.synchronize(end)
+            seconds[kernel_bytes] = self.elapsed(start, end)
+        self._kernel_bytes = min(seconds, key=lambda kernel_bytes: seconds[kernel_bytes])
 
     def close(self) -> None:
         super().close()
@@ -207,8 +236,11 @@ class CudaStream(CpuStream):
         from cuda.bindings import runtime
 
         runs = merge_runs(source, target)
-        handle = int(self._stream.handle)
-        batch = runs.pinned if len(runs.sizes) > 1 else np.zeros(len(runs.sizes), np.bool_)
+        is_scattered = 2 * len(runs.sizes) > len(source.pages)
+        if source.nbytes <= self._kernel_bytes and is_scattered and runs.pinned.all():
+            self._copy_by_kernel(source, target)
+            return
+        batch = runs.pinned & (len(runs.sizes) > 1)
         if batch.any():
             attributes = runtime.cudaMemcpyAttributes()
             # The default reads the source at any time, before the fence even: pages half written.
@@ -218,13 +250,37 @@ class CudaStream(CpuStream):
             sources, targets, sizes = (a[batch].tolist() for a in runs[:3])
             _check(
                 runtime.cudaMemcpyBatchAsync(
-                    targets, sources, sizes, len(sizes), [attributes], [0], 1, handle
+                    targets, sources, sizes, len(sizes), [attributes], [0], 1, self._handle
                 )
             )
-        kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
         sources, targets, sizes = (a[~batch].tolist() for a in runs[:3])
-        for source, target, size in zip(sources, targets, sizes, strict=True):
-            _check(runtime.cudaMemcpyAsync(target, source, size, kind, handle))
+        for run in zip(targets, sources, sizes, strict=True):
+            kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+            _check(runtime.cudaMemcpyAsync(*run, kind, self._handle))
+
+    def _copy_by_kernel(self, source: PageView, target: PageView) -> None:
+        from cuda.bindings import runtime
+
+        ids = np.concatenate([source.pages, target.pages])
+        error, on_device = runtime.cudaMallocAsync(ids.nbytes, self._handle)
+        _check((error,))
+        kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        _check(runtime.cudaMemcpyAsync(on_device, ids.ctypes.data, ids.nbytes, kind, self._handle))
+        _kernels.copy_pages_cuda(
+            source.base,
+            source.stride,
+            0,
+            int(on_device),
+            target.base,
+            target.stride,
+            0,
+            int(on_device) + ids.nbytes // 2,
+            len(source.pages),
+            source.nbytes,
+            KERNEL_BLOCKS,
+            self._handle,
+        )
+        _check(runtime.cudaFreeAsync(on_device, self._handle))
 
     def _reach(self, event: _Event) -> None:
         event.cuda = self._stream.record(options=self._event_options)

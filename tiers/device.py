@@ -29,7 +29,7 @@ class DeviceTier(PageLedger):
 
     def view(self, pages: PageIds) -> PageView:
         """Where `pages` lie, as a copy stream takes them."""
-        return PageView(self.pool.data_ptr(), self.page_bytes, self.page_bytes, pages, True)
+        return PageView(self.pool.data_ptr(), self.page_bytes, self.page_bytes, pages)
 
     def poll(self) -> None:
         """Every page is ready from the start."""

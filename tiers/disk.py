@@ -80,6 +80,7 @@ class DiskTier(PageLedger):
         self.slot_bytes = self.payload_offset + round_up(page_bytes)
         self.counters: Counter[str] = Counter()
         self.off_reason: str | None = None
+        self.staging_is_pinned = True
         self.generation = 0
         self._folder = folder
         self._fingerprint = fingerprint
@@ -115,6 +116,7 @@ class DiskTier(PageLedger):
         """Memory for `n` slots, aligned for direct I/O and page-locked for the GPU's copies."""
         memory = np.frombuffer(mmap.mmap(-1, n * self.slot_bytes), np.uint8)
         if self._pinning is not None and not self._pinning.pin(memory.ctypes.data, memory.nbytes):
+            self.staging_is_pinned = False
             log.warning("disk tier: page-locking its staging memory was refused; copies are slower")
         batch = memory.reshape(n, self.slot_bytes)
         with self._lock:
@@ -185,7 +187,7 @@ class DiskTier(PageLedger):
 
     def close(self) -> None:
         """Close the files and let go of the folder. No worker may be at it any more."""
-        if self._pinning is not None:
+        if self._pinning is not None and self.staging_is_pinned:
             for batch in self._staging:
                 self._pinning.unpin(batch.ctypes.data)
         for file in [*self._files.values(), *self._lost_files, self._lock_file]:

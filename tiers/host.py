@@ -86,7 +86,7 @@ class HostTier(PageLedger):
     def view(self, pages: PageIds) -> PageView:
         """Where `pages` lie, as a copy stream takes them."""
         pieces = None if self._pinning is None else self._piece_of_page[pages]
-        return PageView(self._base, self.page_bytes, self.page_bytes, pages, False, pieces)
+        return PageView(self._base, self.page_bytes, self.page_bytes, pages, pieces)
 
     def poll(self) -> None:
         """Hand out the pages of pieces that became ready. Engine thread."""

@@ -414,6 +414,10 @@ class Mover:
         self, source: Tier, pages: PageIds, target: Tier, timeout_s: float
     ) -> PageIds | None:
         there = target.allocate(len(pages), PageState.LOADING)
+        lane = self._lane(source, target)
+        if isinstance(lane, _StreamLane):
+            views = self._memory[source.name].view(pages), self._memory[target.name].view(there)
+            lane.stream.calibrate(*views)
         # No record stands at the depth before this one, so a restart won't take it for a page.
         chain = Chain(bytes(32), PROBE_DEPTH, [bytes(4)] * len(pages))
         ticket = self.submit(source, pages, target, there, chain)
@@ -424,9 +428,10 @@ class Mover:
         while not ticket._settled and time.monotonic() < end:
             self.wait(end - time.monotonic())
         self.cancel(ticket)
-        if ticket.cancelled or ticket.ok.all():
-            return None if ticket.cancelled else there
-        target.free(there[ticket.ok])
+        if ticket.ok.all() and not ticket.cancelled:
+            return there
+        if not ticket.cancelled:
+            target.free(there[ticket.ok])
         return None
 
     def _lane(self, source: Tier, target: Tier) -> _Lane:

@@ -188,7 +188,8 @@ class StoreQueue:
 
     def _slots(self, batch: Bytes2D, slots: PageIds, nbytes: int) -> PageView:
         base = batch.ctypes.data + self.store.payload_offset
-        return PageView(base, self.store.slot_bytes, nbytes, slots)
+        pieces = None if self.store.staging_is_pinned else np.full(len(slots), -1)
+        return PageView(base, self.store.slot_bytes, nbytes, slots, pieces)
 
     def _move(self, job: Job, stream: CopyStream, source: PageView, target: PageView) -> bool:
         if not job.enter():

@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,10 @@ def _serve(args: argparse.Namespace) -> int:
 
     log.setup(config.log.level, config.log.format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(service.serve(config))
+        status = runner.run(service.serve(config))
+    if any(thread.name == service.LOADER for thread in threading.enumerate()):
+        os._exit(status)  # C code that is still loading must not meet a dying interpreter
+    return status
 
 
 def _print_config(args: argparse.Namespace) -> int:

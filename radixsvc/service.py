@@ -25,6 +25,7 @@ from radixsvc.startup import Backend, build_backend
 
 log = logging.getLogger("radixsvc.service")
 
+LOADER = "loader"  # the thread that builds the backend
 STALL_SECONDS = 120.0  # without a step, though there is work, the engine counts as stuck
 
 
@@ -128,6 +129,8 @@ async def _bring_up(
             return not busy or seconds < STALL_SECONDS
 
         def status() -> str:
+            if edge.draining:
+                return "draining"
             stats = engine.stats()
             return f"{backend.model_name}: {stats.running} running, {stats.waiting} waiting"
 
@@ -159,5 +162,5 @@ def _on_daemon_thread(function: Callable[[], Backend]) -> asyncio.Future[Backend
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name="loader", daemon=True).start()
+    threading.Thread(target=run, name=LOADER, daemon=True).start()
     return future

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from radixsvc.attention import set_num_threads
 from radixsvc.cache import PrefixCache
@@ -39,6 +41,8 @@ class Backend:
 
 def build_backend(config: Config) -> Backend:
     """Everything that answers requests, not started yet. SetupError says why it can't be."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     path = fetch(config.model.name or None)
     device = pick_device(config.model.device)
     set_num_threads(torch.get_num_threads())

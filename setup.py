@@ -111,7 +111,7 @@ setup(
         Extension(
             "tiers._kernels",
             sources=[str(path) for path in sorted(SOURCES.glob("*.c"))],
-            depends=[str(path) for path in sorted(SOURCES.glob("*.h"))],
+            depends=[str(path) for path in sorted(SOURCES.iterdir()) if path.suffix != ".c"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
             extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-pthread"],

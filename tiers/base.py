@@ -10,9 +10,10 @@ Ledgers belong to one thread, the engine's. Workers see page ids only.
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -78,28 +79,30 @@ class StoredPage(NamedTuple):
     record: Record
 
 
-@dataclass(frozen=True)
 class Chain:
-    """The records of consecutive pages, before their digests are known.
+    """The records of consecutive pages; digests are computed at first use, by a mover's worker.
 
     `blobs` may begin before the pages that are stored, where the digest of the page just before
     them is not known: the last `n` blobs belong to the `n` pages, the ones ahead only carry the
     chain from `parent`, the digest before `blobs[0]`, which sits at `depth`.
     """
 
-    parent: bytes
-    depth: int
-    blobs: Sequence[bytes]
+    def __init__(self, parent: bytes, depth: int, blobs: Sequence[bytes]) -> None:
+        self.parent = parent
+        self.depth = depth
+        self.blobs = blobs
+        self._records: list[Record] = []
+        self._lock = threading.Lock()
 
     def records(self, n: int) -> list[Record]:
-        """The last `n` pages' records; about 1 us a blob."""
-        out = []
-        parent = self.parent
-        for i, blob in enumerate(self.blobs):
-            digest = hashlib.sha256(parent + blob).digest()
-            out.append(Record(digest, parent, self.depth + i, blob))
-            parent = digest
-        return out[len(out) - n :]
+        """The last `n` pages' records; about 1 us a blob, once."""
+        with self._lock:
+            parent = self.parent
+            for depth, blob in enumerate(() if self._records else self.blobs, self.depth):
+                digest = hashlib.sha256(parent + blob).digest()
+                self._records.append(Record(digest, parent, depth, blob))
+                parent = digest
+            return self._records[len(self._records) - n :]
 
 
 class Tier(Protocol):
@@ -129,7 +132,6 @@ class Tier(Protocol):
         """Stop background work and give everything back. No copy may be under way."""
 
 
-@runtime_checkable
 class MemoryTier(Tier, Protocol):
     """A tier whose pages have addresses."""
 
@@ -138,7 +140,6 @@ class MemoryTier(Tier, Protocol):
     def view(self, pages: PageIds) -> PageView: ...
 
 
-@runtime_checkable
 class StoreTier(Tier, Protocol):
     """A tier that keeps records. `read`, `write` and `staging` are for the mover's workers.
 
@@ -150,7 +151,7 @@ class StoreTier(Tier, Protocol):
     payload_offset: int
     staging_is_pinned: bool  # true also where there is no GPU to pin it for
     generation: int
-    counters: dict[str, int]
+    counters: Counter[str]
     off_reason: str | None
 
     @property

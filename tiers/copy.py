@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tiers import _kernels
-from tiers.base import PageView
+from tiers.base import PageView, Pinning
 
 KERNEL_BLOCKS = 16  # enough to keep a bus busy, and few beside the computation
 
@@ -300,23 +300,20 @@ def _check(result: tuple[Any, ...]) -> None:
         raise CopyFailed(f"CUDA: {error.name}")
 
 
-def pin_memory(device: torch.device, address: int, nbytes: int) -> bool:
-    """Page-lock memory for the device of this thread; False where the system refuses."""
+def pinning_for(device: torch.device) -> Pinning | None:
+    """How host memory is page-locked for the copies of `device`; None where there is no GPU."""
+    if device.type != "cuda":
+        return None
     from cuda.bindings import runtime
 
-    torch.cuda.set_device(device)
-    (error,) = runtime.cudaHostRegister(address, nbytes, runtime.cudaHostRegisterPortable)
-    if error == runtime.cudaError_t.cudaSuccess:
-        return True
-    runtime.cudaGetLastError()
-    return False
+    def pin(address: int, nbytes: int) -> bool:
+        torch.cuda.set_device(device)  # of this thread
+        (error,) = runtime.cudaHostRegister(address, nbytes, runtime.cudaHostRegisterPortable)
+        if error != runtime.cudaError_t.cudaSuccess:
+            runtime.cudaGetLastError()  # or the next call is told of it
+        return bool(error == runtime.cudaError_t.cudaSuccess)
 
-
-def unpin_memory(address: int) -> None:
-    """Undo `pin_memory`; memory must be unpinned before it is unmapped."""
-    from cuda.bindings import runtime
-
-    _check(runtime.cudaHostUnregister(address))
+    return Pinning(pin, lambda address: _check(runtime.cudaHostUnregister(address)))
 
 
 def compute_fence(device: torch.device) -> Callable[[], Any]:

@@ -42,9 +42,12 @@ from typing import Any
 import numpy as np
 
 from tiers.base import Chain, Mask, MemoryTier, StoreTier, Tier
-from tiers.copy import CopyStream
+from tiers.copy import CopyStream, CpuStream, CudaStream, compute_fence
+from tiers.device import DeviceTier
+from tiers.disk import DiskTier
+from tiers.host import HostTier
 from tiers.page import InvariantError, PageIds, PageState
-from tiers.store import Job, Records, StoreQueue
+from tiers.store import Job, StoreQueue
 
 Edge = tuple[str, str]  # names of the source and the target tier
 
@@ -67,7 +70,7 @@ class Ticket:
     target_pages: PageIds
     ok: Mask = field(init=False)
     bad: Mask = field(init=False)
-    digests: list[bytes] = field(default_factory=list)  # of pages sent to a store, if all went
+    digests: list[bytes] = field(default_factory=list)  # of pages sent to a store, if any went
     late: bool = False
     cancelled: bool = False
     _settled: bool = False
@@ -75,7 +78,7 @@ class Ticket:
     _end: Any = None
     _generation: int = 0
     _deadline: float = math.inf
-    _records: Records | None = None
+    _chain: Chain | None = None
     _jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -228,8 +231,7 @@ class Mover:
         memory = self._memory[ticket.source.name if is_write else ticket.target.name]
         pages, stored = ticket.source_pages, ticket.target_pages
         if is_write:
-            assert chain is not None
-            ticket._records = Records(chain, n)
+            ticket._chain = chain
         else:
             pages, stored = stored, pages
         ticket._generation = queue.store.generation
@@ -242,7 +244,8 @@ class Mover:
                 min(lo + step, n),
                 memory.view(pages[lo : lo + step]),
                 stored[lo : lo + step],
-                ticket._records,
+                ticket._chain,
+                n,
                 ticket._generation,
                 fence,
             )
@@ -334,7 +337,7 @@ class Mover:
             return False
         for job in jobs:
             # A write that began may still reach its slots, whenever the store wakes up.
-            job.kept = job.records is not None and job.started_at is not None
+            job.kept = job.chain is not None and job.started_at is not None
         self._settle(ticket)
         return True
 
@@ -370,8 +373,8 @@ class Mover:
             return
         self.moved_bytes[ticket.edge] += int(arrived.sum()) * ticket.source.page_bytes
         self.counters["failed_pages"] += int((~arrived).sum())
-        if ticket._records is not None and arrived.any():
-            ticket.digests = [record.digest for record in ticket._records.get()]
+        if ticket._chain is not None and arrived.any():
+            ticket.digests = [record.digest for record in ticket._chain.records(len(arrived))]
         self._finished.append(ticket)
 
     # Estimating
@@ -450,3 +453,20 @@ class Mover:
     def _rate(self, edge: Edge) -> float:
         rate = self._rates.get(edge)
         return rate.value if rate else FIRST_GUESS_S_PER_BYTE
+
+
+def open_mover(
+    device: DeviceTier, host: HostTier | None, disk: DiskTier | None, **options: Any
+) -> Mover:
+    """A mover between the tiers there are, with the copy streams that suit the device.
+
+    `options` are `Mover`'s own. Call `probe` before the first submit.
+    """
+    is_cuda = device.device.type == "cuda"
+    promote, demote = (
+        CudaStream(device.device, name) if is_cuda else CpuStream(name)
+        for name in ("promote", "demote")
+    )
+    memory: list[MemoryTier] = [device] if host is None else [device, host]
+    stores = [] if disk is None else [disk]
+    return Mover(memory, stores, promote, demote, compute_fence(device.device), **options)

@@ -18,27 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from tiers.base import Bytes2D, Chain, Mask, PageView, Record, StoreTier
+from tiers.base import Bytes2D, Chain, Mask, PageView, StoreTier
 from tiers.copy import CopyStream
 from tiers.page import PageIds
 
 SMALLEST_BATCH_BYTES = 1 << 20
-
-
-class Records:
-    """One ticket's records; whichever worker comes first computes the digests."""
-
-    def __init__(self, chain: Chain, n: int) -> None:
-        self._chain = chain
-        self._n = n
-        self._lock = threading.Lock()
-        self._records: list[Record] | None = None
-
-    def get(self) -> list[Record]:
-        with self._lock:
-            if self._records is None:
-                self._records = self._chain.records(self._n)
-            return self._records
 
 
 @dataclass(eq=False)
@@ -50,7 +34,8 @@ class Job:
     hi: int
     memory: PageView
     stored: PageIds
-    records: Records | None  # None: a read
+    chain: Chain | None  # None: a read
+    num_pages: int  # of the whole ticket
     generation: int
     fence: Any
     ok: Mask = field(init=False)  # arrived
@@ -133,7 +118,7 @@ class StoreQueue:
     def put(self, jobs: list[Job]) -> None:
         with self._changed:
             for job in jobs:
-                (self._reads if job.records is None else self._writes).append(job)
+                (self._reads if job.chain is None else self._writes).append(job)
             self._changed.notify(len(jobs))
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -149,7 +134,7 @@ class StoreQueue:
         while (job := self._next()) is not None:
             if job.begin(self._clock()):
                 try:
-                    (self._read if job.records is None else self._write)(job, staging)
+                    (self._read if job.chain is None else self._write)(job, staging)
                 except BaseException as failure:
                     job.failure = failure
             job.finished_at = self._clock()
@@ -164,9 +149,9 @@ class StoreQueue:
             return (self._reads or self._writes).popleft()
 
     def _write(self, job: Job, staging: Bytes2D) -> None:
-        assert job.records is not None
+        assert job.chain is not None
         batch = staging[: job.hi - job.lo]
-        records = job.records.get()[job.lo : job.hi]
+        records = job.chain.records(job.num_pages)[job.lo : job.hi]
         slots = self._slots(batch, np.arange(len(batch), dtype=np.int32), job.memory.nbytes)
         if self._move(job, self._demote, job.memory, slots):
             job.ok[:] = self.store.write(job.stored, records, batch, job.generation)

@@ -199,7 +199,6 @@ def _fetch_hub(repo: str) -> Path:
         _require_space(cache, sum(file.size or 0 for file in wanted), repo)
         folder = huggingface_hub.snapshot_download(
             repo,
-            revision=info.sha,
             allow_patterns=[file.rfilename for file in wanted],
             endpoint=endpoint,
         )

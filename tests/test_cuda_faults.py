@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from simt.build import CUDA, compile_emulated, require_compiler, sanitizer_environment
-from simt.faults import BY_SANITIZER, FAULTS, ONE_INSTANCE, SECONDS, inject
+from simt.faults import BY_SANITIZER, FAULTS, INSTANCES, SECONDS, inject
 
 TESTS = Path(__file__).parent
 
@@ -29,7 +29,7 @@ class Faulty:
         """Who noticed each fault ("" for nobody); without faults, what the kernels alone give."""
         if kind not in self.libraries:
             self.libraries[kind] = compile_emulated(
-                kind, self.folder, ONE_INSTANCE, sources=self.sources
+                kind, self.folder, *INSTANCES, sources=self.sources
             )
         # ThreadSanitizer cannot place its shadow under much randomisation of addresses.
         fixed = ["setarch", "-R"] if kind == "thread" and shutil.which("setarch") else []

@@ -18,18 +18,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simt.cases import COVERING, WHOLE_MATRIX
 from simt.problem import TOLERANCE, Problem, expected, pool_after
 from simt.run import FORWARD, RANDOM, REVERSE, Emulated, prepare
 from simt.structs import Copy
 
-SECONDS = 60  # a run that takes longer hangs
+SECONDS = 900 if WHOLE_MATRIX else 60  # a run that takes longer hangs
 
-ONE_INSTANCE = "-DRX_ONE_INSTANCE"  # bfloat16, head_dim 64
+# Quick to compile: bfloat16 with head_dim 64. The whole matrix takes all instances.
+INSTANCES = () if WHOLE_MATRIX else ("-DRX_ONE_INSTANCE",)
 PROBLEMS = (
     Problem((1, 37, 1, 0, 70), (1, 37, 300, 20, 133), padding=2, sinks=True, page_size=8),
     Problem((1, 70), (600, 133), window=21),
     Problem((1,) * 5, (769, 800, 770, 771, 900), 12, 6, groups=(((0, 1, 2, 3, 4), 768),)),
 )
+NO_FAULT = -1
 FAR_PAGES = Problem((1, 40), (70, 90), page_stride=1 << 28)
 # Order of threads, late copies. Sanitizers are slow and need one order only.
 RUNS = {
@@ -208,8 +211,10 @@ def copy_is_right(emulated: Emulated) -> bool:
     return emulated.copy(copy, 1) is None and np.array_equal(dst, wanted)
 
 
-def all_is_right(emulated: Emulated, kind: str) -> bool:
-    problems = (*PROBLEMS, FAR_PAGES) if kind == "plain" else PROBLEMS
+def all_is_right(emulated: Emulated, kind: str, fault: int) -> bool:
+    problems = [*PROBLEMS, FAR_PAGES] if kind == "plain" else [*PROBLEMS]
+    if WHOLE_MATRIX and fault == NO_FAULT:
+        problems += COVERING.values()
     return copy_is_right(emulated) and all(attention_is_right(emulated, p, kind) for p in problems)
 
 
@@ -236,7 +241,7 @@ def run_forked(library: ctypes.CDLL, kind: str, fault: int, order: int, late: bo
         library.simt_set_fault(fault)
         emulated = Emulated(library)
         emulated.configure(order, late, num_sms=1)
-        os._exit(0 if all_is_right(emulated, kind) else 1)
+        os._exit(0 if all_is_right(emulated, kind, fault) else 1)
     return verdict(os.waitpid(child, 0)[1])
 
 
@@ -247,7 +252,7 @@ def main(kind: str, path: str, *names: str) -> None:
     noticed = {}
     for name in names or ("",):
         for order, late in RUNS[kind]:
-            fault = numbers.index(name) if name else -1
+            fault = numbers.index(name) if name else NO_FAULT
             noticed[name] = run_forked(library, kind, fault, order, late)
             if noticed[name]:
                 break

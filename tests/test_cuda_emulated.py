@@ -11,7 +11,7 @@ from simt.build import emulated_library
 from simt.cases import COVERING, DECODE, WHOLE_MATRIX, whole_matrix
 from simt.gpu import cuda  # noqa: F401
 from simt.problem import TOLERANCE, Problem, decode, encode, expected, pool_after
-from simt.run import FORWARD, RANDOM, REVERSE, Emulated, attend, prepare
+from simt.run import FORWARD, RANDOM, REVERSE, Emulated, attend, host_batch, prepare
 from simt.structs import Copy
 
 PROBLEMS = COVERING | (whole_matrix() if WHOLE_MATRIX else {})
@@ -44,6 +44,27 @@ def assert_close(got, arrays):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_attention_matches_float64(backend, name):
     arrays = PROBLEMS[name].arrays()
+    assert_close(attend(backend, arrays), arrays)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_match_float64(backend, seed):
+    rng = np.random.default_rng(seed)
+    num_seqs = int(rng.integers(1, 6))
+    q_lens = rng.choice([0, 1, 1, 1, 2, 17, 65], num_seqs)
+    arrays = Problem(
+        tuple(q_lens.tolist()),
+        tuple((q_lens + rng.choice([0, 3, 60, 255, 256, 257, 530], num_seqs)).tolist()),
+        q_heads=int(rng.integers(1, 17)),
+        kv_heads=1,
+        page_size=int(rng.choice([1, 8, 16, 32, 64, 128])),
+        dtype=str(rng.choice(["bfloat16", "float16"])),
+        window=int(rng.choice([0, 1, 2, 63, 64, 65, 257])),
+        softcap=float(rng.choice([0, 20])),
+        sinks=bool(rng.integers(2)),
+        padding=int(rng.integers(3)),
+        seed=seed,
+    ).arrays()
     assert_close(attend(backend, arrays), arrays)
 
 
@@ -91,6 +112,28 @@ def test_grouped_equals_ungrouped(backend, name):
     arrays = COVERING[name].arrays()
     grouped = attend(backend, arrays)
     np.testing.assert_array_equal(grouped, attend(backend, COVERING[name].arrays(), groups=False))
+
+
+def test_the_work_lists_of_a_small_batch(emulated):
+    """Three decoding sequences, two of which share a split, a prefilling one, a padded row."""
+    p = Problem((1, 70, 1, 1), (300, 330, 260, 513), groups=(((0, 1, 2), 256),), padding=1)
+    batch, kept = host_batch(p.arrays(), groups=True)
+    words = np.full(emulated.plan(batch, None).num_words, -9, np.int32)
+    plan = emulated.plan(batch, words)
+    num_singles, num_shared, num_decode = words[:3]
+    singles, shared, members, decode, partials, prefill, tokens = words[3:10].tolist()
+    assert (plan.num_decode, plan.num_shared, plan.num_prefill) == (3, 1, 2)
+    assert (plan.num_partials, num_decode, num_shared, num_singles) == (2 + 2 + 3, 3, 1, 5)
+    assert words[singles : singles + 10].reshape(5, 2).tolist() == [
+        [0, 1], [2, 1], [3, 0], [3, 1], [3, 2],
+    ]  # fmt: skip
+    assert words[shared : shared + 3].tolist() == [0, 2, 0]  # both members, split 0
+    assert words[members : members + 2].tolist() == [0, 2]
+    assert words[decode : decode + 3].tolist() == [0, 2, 3]
+    assert words[partials : partials + 4].tolist() == [0, -1, 2, 4]
+    assert words[prefill : prefill + 4].reshape(2, 2).tolist() == [[1, 1], [1, 0]]
+    assert words[tokens:].tolist() == [0] + [1] * 70 + [2, 3, -1]
+    assert len(kept) == 7
 
 
 def test_more_sharers_than_one_item_takes(backend):

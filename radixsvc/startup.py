@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from radixsvc.architecture import ModelInfo, describe
 from radixsvc.attention import set_num_threads
 from radixsvc.cache import PrefixCache
 from radixsvc.checkpoint import available_memory
@@ -19,7 +20,7 @@ from radixsvc.config import Config
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.errors import SetupError
 from radixsvc.fetch import fetch
-from radixsvc.model import ModelInfo, describe, load_model
+from radixsvc.model import load_model, measure_num_threads
 from radixsvc.scheduler import SchedulerConfig
 from radixsvc.tokenizer import Tokenizer
 from tiers.device import DeviceTier
@@ -45,8 +46,9 @@ def build_backend(config: Config) -> Backend:
         disable_progress_bar()
     path = fetch(config.model.name or None)
     device = pick_device(config.model.device)
-    set_num_threads(torch.get_num_threads())
     model = load_model(path, _dtype(config), device)
+    if device.type == "cpu":
+        set_num_threads(measure_num_threads(model.info.dtype))
     shape = model.page_shape(config.tiers.device.page_size)
     pages = num_device_pages(config, shape, device)
     tier = DeviceTier(shape, pages, device)

@@ -12,9 +12,10 @@ import torch
 from tiny import FAMILIES, TEXT, tiny_model
 from transformers import AutoModelForCausalLM
 
+from radixsvc.architecture import describe, has_fast_bfloat16
 from radixsvc.attention import RaggedBatch, StepContext
 from radixsvc.errors import SetupError
-from radixsvc.model import Model, describe, has_fast_bfloat16, load_model
+from radixsvc.model import Model, load_model, measure_num_threads
 from tiers.device import DeviceTier
 
 TOLERANCE = 1e-4
@@ -235,3 +236,50 @@ def test_what_a_ragged_batch_cannot_serve_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(SetupError, match=message):
         load_model(tmp_path)
+
+
+def test_a_step_may_want_no_logits(tiny_llama: Path) -> None:
+    runner = Runner(load_model(tiny_llama, "float32"))
+    tokens, table = random_tokens(6, 20), runner.table(20)
+    batch = RaggedBatch.build([20], [20], [table], 16, CPU)
+    step = StepContext(runner.device.pool, runner.device.shape, batch)
+    none = runner.model.forward(tokens, np.arange(20, dtype=np.int32), step, np.zeros(0, np.int64))
+    assert none.shape == (0, 512)
+
+
+def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = tiny_model(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(SetupError, match=r"lacks weights.*layers\.1\.mlp\.up_proj"):
+        load_model(tmp_path)
+
+
+def test_a_model_is_described_without_its_weights(tmp_path: Path) -> None:
+    info = describe(tiny_model(tmp_path, "gemma3"), "bfloat16")
+    assert [layer.window for layer in info.layers] == [24, 24, None]
+    assert info.page_shape(16).nbytes == 3 * 2 * 1 * 16 * 32 * 2
+    assert (info.max_context, info.eos_token_ids) == (1024, {2})
+
+
+def test_the_fingerprint_follows_weights_configuration_and_dtype(tmp_path: Path) -> None:
+    import os
+
+    path = tiny_model(tmp_path)
+    seen = {describe(path, "float32").fingerprint, describe(path, "bfloat16").fingerprint}
+    assert describe(path, "float32").fingerprint in seen
+    os.utime(path / "model.safetensors", (1, 1))
+    seen.add(describe(path, "float32").fingerprint)
+    config = (path / "config.json").read_text()
+    (path / "config.json").write_text(config.replace('"rope_theta": 10000', '"rope_theta": 20000'))
+    seen.add(describe(path, "float32").fingerprint)
+    assert len(seen) == 4
+
+
+def test_threads_are_measured_and_set() -> None:
+    before = torch.get_num_threads()
+    assert measure_num_threads("float32") == torch.get_num_threads() <= before
+    torch.set_num_threads(before)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import constants
 
 from radixsvc import checkpoint, fetch
@@ -51,6 +52,65 @@ def write_gguf(file: Path, architecture: str = "llama") -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def gguf_of(folder: Path, file: Path) -> Path:
+    """The tiny Llama as llama.cpp's converter would write it, in fp32."""
+    from safetensors.numpy import load_file
+
+    names = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
+             "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+             "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+             "model.layers.": "blk.", "model.embed_tokens": "token_embd",
+             "model.norm": "output_norm", "lm_head": "output"}  # fmt: skip
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(3)
+    writer.add_context_length(1024)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(512)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(model["vocab"], key=model["vocab"].__getitem__))
+    writer.add_token_types([3] * 3 + [1] * 509)
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template((folder / "chat_template.jinja").read_text())
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if heads := {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2]):  # pairs side by side
+            tensor = tensor.reshape(heads, 2, 8, 64).swapaxes(1, 2).reshape(tensor.shape)
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_a_gguf_file_becomes_the_model_it_was_made_from(tiny_llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from radixsvc.tokenizer import Tokenizer
+
+    file = gguf_of(tiny_llama, tmp_path / "tiny.gguf")
+    folder = fetch.fetch(str(file), cache_dir=tmp_path / "cache")
+    wanted = load_file(tiny_llama / "model.safetensors")
+    got = load_file(folder / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name], tensor.bfloat16()), name
+    chat = [{"role": "user", "content": "hé 2024"}]
+    ids = [Tokenizer(path).apply_chat_template(chat).tolist() for path in (folder, tiny_llama)]
+    assert ids[0] == ids[1]
+    assert fetch.fetch(str(file), cache_dir=tmp_path / "cache") == folder
 
 
 def test_a_whole_folder_is_used_as_it_is(model: Path) -> None:

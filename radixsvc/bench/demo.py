@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from radixsvc.bench.harness import Outcome, complete, greedy, running_engine
-from radixsvc.bench.policies import LedgerPages
+from radixsvc.bench.ledgers import LedgerTier
 from radixsvc.bench.report import format_rows
 from radixsvc.cache import Lease, PrefixCache
 from radixsvc.engine import Engine
@@ -50,7 +50,7 @@ class SmallTree:
     """A cache over a handful of pages without memory, whose tokens are words."""
 
     def __init__(self) -> None:
-        self.cache = PrefixCache(LedgerPages(DEVICE_PAGES), PAGE_SIZE)
+        self.cache = PrefixCache(LedgerTier("device", DEVICE_PAGES), PAGE_SIZE)
         self._vocabulary: list[str] = []
 
     def tokens(self, text: str) -> Tokens:

@@ -22,9 +22,9 @@ from typing import Protocol
 import numpy as np
 
 from radixsvc.bench.history import Prompt, common_len
+from radixsvc.bench.ledgers import LedgerTier
 from radixsvc.cache import PrefixCache
 from radixsvc.request import Sources
-from tiers.page import PageLedger
 
 NEVER = np.iinfo(np.int64).max
 
@@ -91,18 +91,11 @@ class Paged:
         return on_device(prompt, hits * self.page_size)
 
 
-class LedgerPages(PageLedger):
-    """A device's pages without the device: states, but nothing to copy."""
-
-    def copy_page(self, source: int, target: int) -> None:
-        pass
-
-
 class Radix:
     """This product's cache over `num_pages` pages of `page_size` tokens."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.cache = PrefixCache(LedgerPages(num_pages), page_size)
+        self.cache = PrefixCache(LedgerTier("device", num_pages), page_size)
 
     def serve(self, prompt: Prompt) -> Sources:
         if self.cache.num_pages_for(prompt.total_len) > self.cache.device.num_pages:

@@ -1,0 +1,74 @@
+"""Tiers without memory, and a mover that carries nothing: for simulation and demonstration.
+
+States, readers and tickets are the real ones, so the cache above decides as it does in service.
+A transfer is over at the next poll.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tiers.base import Chain, Footprint, Tier
+from tiers.mover import Edge, Ticket
+from tiers.page import InvariantError, PageIds, PageLedger, PageState
+
+
+class LedgerTier(PageLedger):
+    """`num_pages` pages of nothing, which count as `page_bytes` each."""
+
+    def __init__(self, name: str, num_pages: int, page_bytes: int = 0) -> None:
+        super().__init__(num_pages)
+        self.name = name
+        self.page_bytes = page_bytes
+
+    def copy_page(self, source: int, target: int) -> None:
+        """A device's copy of one page onto another."""
+
+    def poll(self) -> None:
+        """There is no background work."""
+
+    def footprint(self) -> Footprint:
+        return Footprint()
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class InstantMover:
+    """Stands in for `tiers.mover.Mover`. `seconds_per_page` is what its estimates say."""
+
+    def __init__(self, seconds_per_page: Mapping[Edge, float]) -> None:
+        self._seconds_per_page = seconds_per_page
+        self._under_way: list[Ticket] = []
+
+    def submit(
+        self,
+        source: Tier,
+        source_pages: PageIds,
+        target: Tier,
+        target_pages: PageIds,
+        chain: Chain | None = None,
+        deadline_s: float | None = None,
+    ) -> Ticket | None:
+        if (target.states[target_pages] != PageState.LOADING).any():
+            raise InvariantError(f"{target.name} pages {target_pages} are not all LOADING")
+        source.add_readers(source_pages)
+        ticket = Ticket(source, source_pages, target, target_pages)
+        self._under_way.append(ticket)
+        return ticket
+
+    def poll(self) -> list[Ticket]:
+        finished, self._under_way = self._under_way, []
+        for ticket in finished:
+            ticket.source.drop_readers(ticket.source_pages)
+            ticket.target.publish(ticket.target_pages)
+            ticket.ok = np.ones(len(ticket.target_pages), np.bool_)
+        return finished
+
+    def wait(self, timeout_s: float) -> list[Ticket]:
+        return self.poll()
+
+    def seconds(self, source: Tier, target: Tier, num_pages: int) -> float:
+        return num_pages * self._seconds_per_page.get((source.name, target.name), 0.0)

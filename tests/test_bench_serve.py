@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from serving import RunningBackend, serving
 
 from radixsvc.bench import serve, workloads
 from radixsvc.bench.report import Metric, table
@@ -239,3 +240,25 @@ def test_targets_are_judged_in_the_table() -> None:
     lines = table(metrics).splitlines()
     assert lines[1].split() == ["fast", "3", "ms", "<=", "4", "met"]
     assert lines[2].split() == ["rate", "3", "1/s", ">=", "4", "MISSED"]
+
+
+SMALL = """--sessions 2 --turns 2 --system-words 30 --turn-words 8 --out 4 --tools 1 --branch 2 --depth 1
+    --samples 2 --shots 2 --groups 2 --prompts 2 --document-words 40 --native-n""".split()
+
+
+async def test_this_service_reuses_what_the_workloads_share(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = write_trace(tmp_path / "t.jsonl", (600, [0, 1]), (1100, [0, 2, 3]))
+    trace = ["--trace", str(path), "--scale", "0.2", "--prompt-as", "tokens", "--vocab", "500"]
+    with RunningBackend(tiny_llama) as running:
+        async with serving(running.backend) as (url, _):
+            for name in workloads.WORKLOADS:
+                args = arguments("--url", url, "--workload", name, *SMALL, *trace)
+                figures = {m.name: m.value for m in await serve.drive(args)}
+                assert figures[f"{name}: failed requests"] == 0
+                cached = figures[f"{name}: prompt tokens cached"]
+                assert cached == pytest.approx(figures[f"{name}:   of these on device"])
+                later = f"{name}: prompt tokens cached, later turns"
+                assert figures.get(later, 100) > 50
+        running.check()

@@ -242,8 +242,8 @@ def test_targets_are_judged_in_the_table() -> None:
     assert lines[2].split() == ["rate", "3", "1/s", ">=", "4", "MISSED"]
 
 
-SMALL = """--sessions 2 --turns 2 --system-words 30 --turn-words 8 --out 4 --tools 1 --branch 2 --depth 1
-    --samples 2 --shots 2 --groups 2 --prompts 2 --document-words 40 --native-n""".split()
+SMALL = """--sessions 2 --turns 2 --system-words 30 --turn-words 8 --out 4 --tools 1 --branch 2
+    --depth 1 --samples 2 --shots 2 --groups 2 --prompts 2 --document-words 40 --native-n""".split()
 
 
 async def test_this_service_reuses_what_the_workloads_share(

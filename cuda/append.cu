@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(APPEND_THREADS)
     const int32_t position =
         a.batch.kv_lens[seq] - a.batch.cu_seqlens_q[seq + 1] + (int32_t)token;
     const int32_t* pages = a.batch.pages + a.batch.page_indptr[seq];
-    T* target = (T*)layer.pool + key_of(a, pages, position, head) +
+    T* target = (T*)layer.pool + key_offset(a, pages, position, head) +
                 (is_value ? value_distance(a) : 0) + dim;
     const T* source = is_value
                           ? (const T*)layer.v + token * layer.v_stride + head * layer.v_head_stride

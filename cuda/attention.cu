@@ -23,6 +23,7 @@ static const char* refusal(const rx_layer& layer, const rx_batch& batch) {
         !multiple_of_16(layer.layer_offset * size)) {
         return "the CUDA kernels take pages and layers that begin at multiples of 16 bytes";
     }
+    if (layer.page_stride * size >> 32) return "the CUDA kernels take pages below 4 GiB";
     if (((uint64_t)layer.out | layer.out_stride * size | layer.out_head_stride * size) % 4) {
         return "the CUDA kernels write rows that begin at multiples of 4 bytes";
     }

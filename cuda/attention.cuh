@@ -83,16 +83,13 @@ SIMT_DEVICE uint4 load16(const T* p) {
     return u.all;
 }
 
-// Where a slot's keys of one head lie; its values lie `value_distance` further.
-SIMT_DEVICE int64_t key_offset(const AttentionArgs& a, int64_t page, int32_t slot, int kv_head) {
+// Where a position's keys of one head lie; its values lie `value_distance` further.
+SIMT_DEVICE int64_t key_offset(const AttentionArgs& a, const int32_t* pages, int32_t position,
+                               int kv_head) {
+    const int64_t page = pages[position >> a.page_shift];
+    const int32_t slot = position & (a.batch.page_size - 1);
     return page * a.layer.page_stride + a.layer.layer_offset +
            ((int64_t)kv_head * a.batch.page_size + slot) * a.layer.head_dim;
-}
-
-SIMT_DEVICE int64_t key_of(const AttentionArgs& a, const int32_t* pages, int32_t position,
-                           int kv_head) {
-    return key_offset(a, pages[position >> a.page_shift], position & (a.batch.page_size - 1),
-                      kv_head);
 }
 
 SIMT_DEVICE int64_t value_distance(const AttentionArgs& a) {
@@ -105,29 +102,44 @@ SIMT_DEVICE uint4 load_q(const AttentionArgs& a, int32_t token, int q_head, int 
                   q_head * a.layer.q_head_stride + dim);
 }
 
+// One sequence's keys and values of one head, as 16-bit elements. Sizes in bytes.
+struct Context {
+    const int32_t* pages;
+    const char* keys;  // in page 0
+    uint32_t page_bytes, value_bytes;
+    int32_t page_shift;
+};
+
+SIMT_DEVICE Context context_of(const AttentionArgs& a, int32_t seq, int kv_head) {
+    const int64_t head = (int64_t)kv_head * a.batch.page_size * a.layer.head_dim;
+    return {a.batch.pages + a.batch.page_indptr[seq],
+            (const char*)a.layer.pool + 2 * (a.layer.layer_offset + head),
+            (uint32_t)(2 * a.layer.page_stride), (uint32_t)(2 * value_distance(a)), a.page_shift};
+}
+
 // Start filling a stage with the keys and values at [begin, begin + KEYS); zeros from `end` on.
 template <int D, int KEYS, int WARPS>
-SIMT_DEVICE void load_tile(Tiles<D, KEYS, WARPS>& tiles, int stage, const AttentionArgs& a,
-                           const int32_t* pages, int kv_head, int32_t begin, int32_t end) {
+SIMT_DEVICE void load_tile(Tiles<D, KEYS, WARPS>& tiles, int stage, const Context& c,
+                           int32_t begin, int32_t end) {
     constexpr int THREADS = Team<WARPS>::THREADS, NUM = KEYS * (D / 8) / THREADS;
     static_assert(KEYS * (D / 8) % THREADS == 0, "every thread copies alike");
-    const uint16_t* pool = (const uint16_t*)a.layer.pool;
+    const int thread = Team<WARPS>::thread();
     // All page ids first: none of these loads has to wait for another.
-    int32_t page[NUM];
+    uint32_t page[NUM];
     SIMT_UNROLL
     for (int i = 0; i < NUM; i++) {
-        const int32_t position = begin + (Team<WARPS>::thread() + i * THREADS) / (D / 8);
-        page[i] = position < end ? pages[position >> a.page_shift] : -1;
+        const int32_t position = begin + (thread + i * THREADS) / (D / 8);
+        page[i] = position < end ? c.pages[position >> c.page_shift] : 0;
     }
     SIMT_UNROLL
     for (int i = 0; i < NUM; i++) {
-        const int chunk = Team<WARPS>::thread() + i * THREADS;
-        const int row = chunk / (D / 8), dim = chunk % (D / 8) * 8;
-        const bool valid = page[i] >= 0;
-        const int32_t slot = (begin + row) & (a.batch.page_size - 1);
-        const uint16_t* key = valid ? pool + key_offset(a, page[i], slot, kv_head) + dim : pool;
+        const int row = (thread + i * THREADS) / (D / 8);
+        const int dim = (thread + i * THREADS) % (D / 8) * 8;
+        const uint32_t slot = (uint32_t)(begin + row) & ((1u << c.page_shift) - 1);
+        const char* key = c.keys + (uint64_t)page[i] * c.page_bytes + (slot * D + dim) * 2;
+        const bool valid = begin + row < end;
         cp_async16(&tiles.k[stage][row][dim], key, valid);
-        cp_async16(&tiles.v[stage][row][dim], valid ? key + value_distance(a) : pool, valid);
+        cp_async16(&tiles.v[stage][row][dim], key + c.value_bytes, valid);
     }
     cp_async_commit();
 }
@@ -237,14 +249,13 @@ SIMT_DEVICE void weigh_tile(Sums<D>& sums, const float (&weights)[KEYS / 8][4],
 // `begin` is a multiple of KEYS. The whole team must come here with the same range.
 template <class E, int D, int KEYS, int WARPS>
 SIMT_DEVICE void attend(Tiles<D, KEYS, WARPS>& tiles, Sums<D>& sums, const AttentionArgs& a,
-                        const int32_t* pages, int kv_head, const Span rows[2], int32_t begin,
-                        int32_t end) {
-    load_tile(tiles, 0, a, pages, kv_head, begin, end);
+                        const Context& context, const Span rows[2], int32_t begin, int32_t end) {
+    load_tile(tiles, 0, context, begin, end);
     int stage = 0;
     for (int32_t key = begin; key < end; key += KEYS, stage ^= 1) {
         cp_async_wait<0>();
         Team<WARPS>::sync();  // the stage is filled, and nobody reads the other one any more
-        if (key + KEYS < end) load_tile(tiles, stage ^ 1, a, pages, kv_head, key + KEYS, end);
+        if (key + KEYS < end) load_tile(tiles, stage ^ 1, context, key + KEYS, end);
         float scores[KEYS / 8][4];
         score_tile<E>(scores, tiles, stage);
         softmax_tile<D, KEYS>(scores, sums, a, rows, key);

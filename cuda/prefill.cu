@@ -52,8 +52,7 @@ __global__ void __launch_bounds__(PREFILL_WARPS * 32)
     const int32_t begin = span_of(a, cached + (int32_t)(first_row / group)).first / KEYS * KEYS;
     const int32_t end = cached + (int32_t)(last_row / group) + 1;
     Sums<D> sums;
-    const int32_t* pages = a.batch.pages + a.batch.page_indptr[seq];
-    attend<E>(tiles, sums, a, pages, kv_head, rows, begin, end);
+    attend<E>(tiles, sums, a, context_of(a, seq, kv_head), rows, begin, end);
 
     SIMT_UNROLL
     for (int r = 0; r < 2; r++) {

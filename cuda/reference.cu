@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(REFERENCE_WARPS * 32)
         q[i] = lane + 32 * i < dim ? row[lane + 32 * i] * layer.scale : 0;
     }
     for (int32_t position = span.first; position <= span.last; position++) {
-        const float* key = (const float*)layer.pool + key_of(a, pages, position, kv_head);
+        const float* key = (const float*)layer.pool + key_offset(a, pages, position, kv_head);
         const float* value = key + value_distance(a);
         float score = 0;
         SIMT_UNROLL

@@ -103,13 +103,14 @@ def new_pool(p: Problem, num_pages: int, elems: int) -> Array:
 
 def build_arrays(p: Problem, place: int) -> Arrays:
     needed = [-(-n // p.page_size) for n in p.kv_lens]
-    shuffled = np.random.default_rng(place).permutation(sum(needed) + 3).astype(np.int32)
+    # Page 0, where stray reads land, is nobody's and stays NaN.
+    shuffled = 1 + np.random.default_rng(place).permutation(sum(needed) + 2).astype(np.int32)
     tables = np.split(shuffled, np.cumsum(needed))[: len(needed)]
     source = {seq: (members[0], n) for members, n in p.groups for seq in members[1:]}
     for seq, (first, length) in source.items():
         tables[seq][: length // p.page_size] = tables[first][: length // p.page_size]
     size = 2 * p.kv_heads * p.page_size * p.head_dim
-    pool = new_pool(p, len(shuffled), p.layer_offset + size)
+    pool = new_pool(p, len(shuffled) + 1, p.layer_offset + size)
 
     def fused(heads: int) -> Array:
         """Rows inside wider ones, as slices of a fused projection are."""

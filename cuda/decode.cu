@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(DECODE_WARPS * 32)
 }
 
 template <class E, int D>
-__global__ void __launch_bounds__(SHARED_WARPS * 32)
+__global__ void __launch_bounds__(SHARED_WARPS * 32, 2)
     shared_kernel(const __grid_constant__ AttentionArgs a) {
     constexpr int ROWS = Team<SHARED_WARPS>::ROWS;
     const int32_t* words = a.batch.plan.words;

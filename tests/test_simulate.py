@@ -208,6 +208,12 @@ def test_a_curve_rises_with_memory(tmp_path: Path, capsys: pytest.CaptureFixture
     assert figures["2 MiB: radix: TTFT mean"] == pytest.approx(150)  # 1,500 at 10,000 a second
 
 
+def test_every_workload_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate.run(simulate_on(tmp_path, "--every-workload", "--sessions", "2", "--groups", "1"))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows[1:]] == [name for name in workloads.WORKLOADS if name != "trace"]
+
+
 @pytest.mark.parametrize("option", [["--policies", "magic"], ["--trace", "nowhere.jsonl"]])
 def test_bad_options_are_told_in_words(tmp_path: Path, option: list[str]) -> None:
     with pytest.raises(SetupError, match=r"magic|nowhere"):

@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from radixsvc.bench.history import Prompt, trace_history, workload_history
 from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix
 from radixsvc.bench.report import Metric, format_rows
-from radixsvc.bench.workloads import add_workload_arguments, build_workload
+from radixsvc.bench.workloads import WORKLOADS, add_workload_arguments, build_workload
 from radixsvc.config import Size
 from radixsvc.errors import SetupError
 
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", type=size, default="40GiB", help="device memory for keys and values")
     add("--host", type=size, default="200GiB", help="host tier")
     add("--disk", type=size, default="1TiB", help="disk tier")
+    add("--every-workload", action="store_true", help="hit rates of all workloads, in one table")
     add("--curve", metavar="SIZES", type=sizes, default=[], help="device sizes, e.g. 20GiB,40GiB")
     add("--bytes-per-token", type=size, default="128KiB", help="keys and values of all layers")
     add("--page-size", type=int, default=16)
@@ -152,35 +154,54 @@ def _quantiles(seconds: np.ndarray) -> dict[str, float]:
     return {"mean": float(seconds.mean()), "p50": float(p50), "p95": float(p95)}
 
 
+class Case(NamedTuple):
+    """One row of a table: a history on a device of so many bytes."""
+
+    label: str
+    history: Sequence[Prompt]
+    device: int
+
+
 def run(args: argparse.Namespace) -> int:
-    history = load_history(args)
     names = args.policies.split(",")
     unknown = [name for name in names if name not in POLICIES]
     if unknown:
         raise SetupError(f"--policies: {unknown[0]!r} is none of {', '.join(POLICIES)}", 2)
-    page_bytes = args.page_size * args.bytes_per_token
     costs = Costs(
         computed=1 / args.prefill_rate,
         host=args.bytes_per_token / args.host_bandwidth,
         disk=args.bytes_per_token / args.disk_bandwidth,
     )
-    curve = []
-    for device in args.curve or [args.device]:
-        budget = Budget(
-            device // page_bytes, args.host // page_bytes, args.disk // page_bytes, args.page_size
-        )
-        results = []
-        for name in names:
-            note(args, f"{describe(device)}: {name} ...")
-            results.append(replay(name, history, budget, costs))
-        curve.append((device, results))
+    cases = build_cases(args)
+    rows = [(case, [simulate(name, case, args, costs) for name in names]) for case in cases]
     if args.json:
-        json.dump([asdict(m) for m in metrics(curve)], sys.stdout, indent=1)
+        json.dump([asdict(m) for m in metrics(rows)], sys.stdout, indent=1)
         print()
     else:
-        print(heading(args, history))
-        print(curve_table(curve) if args.curve else result_table(curve[0][1]))
+        print(heading(args, cases))
+        print(result_table(rows[0][1]) if len(rows) == 1 else hit_table(rows))
     return 0
+
+
+def build_cases(args: argparse.Namespace) -> list[Case]:
+    devices = args.curve or [args.device]
+    if not args.every_workload:
+        history = load_history(args)
+        return [Case(describe(device), history, device) for device in devices]
+    cases = []
+    for name in WORKLOADS:
+        if name != "trace":
+            args.workload, args.trace = name, None
+            cases.append(Case(name, load_history(args), args.device))
+    return cases
+
+
+def simulate(name: str, case: Case, args: argparse.Namespace, costs: Costs) -> Result:
+    page_bytes = args.page_size * args.bytes_per_token
+    pages = (case.device // page_bytes, args.host // page_bytes, args.disk // page_bytes)
+    if not args.json and sys.stderr.isatty():
+        print(f"{case.label}: {name} ...", end="\x1b[K\r", file=sys.stderr, flush=True)
+    return replay(name, case.history, Budget(*pages, args.page_size), costs)
 
 
 def load_history(args: argparse.Namespace) -> list[Prompt]:
@@ -193,12 +214,6 @@ def load_history(args: argparse.Namespace) -> list[Prompt]:
         raise SetupError(str(error), 2) from error
 
 
-def note(args: argparse.Namespace, text: str) -> None:
-    """Progress for whoever watches a terminal."""
-    if not args.json and sys.stderr.isatty():
-        print(text, end="\x1b[K\r", file=sys.stderr, flush=True)
-
-
 def describe(num_bytes: int) -> str:
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
@@ -206,15 +221,21 @@ def describe(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def heading(args: argparse.Namespace, history: Sequence[Prompt]) -> str:
-    total = sum(prompt.prompt_len for prompt in history)
+def heading(args: argparse.Namespace, cases: Sequence[Case]) -> str:
+    lines = []
+    if not args.every_workload:
+        history = cases[0].history
+        total = sum(prompt.prompt_len for prompt in history)
+        lines.append(
+            f"{args.trace or args.workload}: {len(history):,} requests, {total:,} prompt tokens, "
+            f"{1 + max((p.session for p in history), default=-1):,} conversations"
+        )
     memory = "" if args.curve else f"device {describe(args.device)}, "
-    return (
-        f"{args.trace or args.workload}: {len(history):,} requests, {total:,} prompt tokens, "
-        f"{1 + max((p.session for p in history), default=-1):,} conversations\n"
+    lines.append(
         f"{memory}host {describe(args.host)}, disk {describe(args.disk)}, "
         f"{describe(args.bytes_per_token)} a token, pages of {args.page_size}\n"
     )
+    return "\n".join(lines)
 
 
 def result_table(results: Sequence[Result]) -> str:
@@ -231,18 +252,21 @@ def result_table(results: Sequence[Result]) -> str:
     return format_rows(rows)
 
 
-def curve_table(curve: Sequence[tuple[int, Sequence[Result]]]) -> str:
-    """Hit rates over device sizes."""
-    rows: list[tuple[str, ...]] = [("device", *(r.policy for r in curve[0][1]))]
-    rows += [(describe(d), *(f"{100 * r.hit:.2f}%" for r in results)) for d, results in curve]
-    return format_rows(rows)
+Rows = Sequence[tuple[Case, Sequence[Result]]]
 
 
-def metrics(curve: Sequence[tuple[int, Sequence[Result]]]) -> list[Metric]:
+def hit_table(rows: Rows) -> str:
+    """Hit rates, a case a row."""
+    cells: list[tuple[str, ...]] = [("", *(r.policy for r in rows[0][1]))]
+    cells += [(c.label, *(f"{100 * r.hit:.2f}%" for r in results)) for c, results in rows]
+    return format_rows(cells)
+
+
+def metrics(rows: Rows) -> list[Metric]:
     found = []
-    for device, results in curve:
+    for case, results in rows:
         for r in results:
-            name = f"{describe(device)}: {r.policy}: "
+            name = f"{case.label}: {r.policy}: "
             found += [
                 Metric(name + "hit rate", 100 * r.hit, "%", None, True),
                 Metric(name + "hit rate, later turns", 100 * r.later_hit, "%", None, True),

@@ -183,6 +183,8 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
     encoding = body_encoding(request.content_type if request.headers.get("Content-Type") else "")
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise UnsupportedMediaType("compressed bodies are not taken: send it as it is")
+    if request.content.is_eof():
+        return decode(await request.read(), encoding, kind)
     seconds = request.app[EDGE].config.server.read_seconds
     try:
         async with asyncio.timeout(seconds):

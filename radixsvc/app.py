@@ -6,6 +6,7 @@ SIGTERM -> STOPPING, new requests 503 -> streams finish -> engine stops -> exit 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import secrets
@@ -85,8 +86,9 @@ async def _edge_middleware(request: web.Request, handler: Handler) -> web.Stream
     """Who calls, under which id, and what became of it; every error in OpenAI's shape."""
     edge = request.app[EDGE]
     started = time.monotonic()
-    given = request.headers.get("x-request-id", "")
-    request[REQUEST_ID] = given if re.fullmatch(r"[\w.-]{1,64}", given) else secrets.token_hex(12)
+    given = request.headers.get("x-request-id")
+    is_fit = given is not None and re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII)
+    request[REQUEST_ID] = given if given and is_fit else _new_id()
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else "unknown"
     status = 499  # the client closed the connection, unless something better is known below
@@ -109,9 +111,9 @@ async def _edge_middleware(request: web.Request, handler: Handler) -> web.Stream
         response = error_response(request, failure)
         status = 500
     finally:
-        edge.metrics.requests.labels(route, str(status)).inc()
+        edge.metrics.count(route, status)
         log.log(
-            logging.DEBUG if route in OPEN_ROUTES else logging.INFO,
+            logging.DEBUG if status < 400 else logging.INFO,
             "%s %s %d %.1f ms %s",
             request.method if route != "unknown" else "-",
             route,
@@ -120,6 +122,14 @@ async def _edge_middleware(request: web.Request, handler: Handler) -> web.Stream
             request[REQUEST_ID],
         )
     return response
+
+
+_PREFIX, _counter = secrets.token_hex(6), itertools.count(1)
+
+
+def _new_id() -> str:
+    """Unique among processes too; nothing that is asked of the system each time."""
+    return f"{_PREFIX}{next(_counter):08x}"
 
 
 def _http_error(error: web.HTTPException, edge: Edge) -> ServiceError:

@@ -19,6 +19,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._counters: dict[tuple[str, int], Counter] = {}  # looking labels up is not free
         self.requests = Counter(
             "radixsvc_requests", "HTTP requests", ["route", "status"], registry=self.registry
         )
@@ -34,6 +35,13 @@ class Metrics:
             registry=self.registry,
             buckets=SECONDS,
         )
+
+    def count(self, route: str, status: int) -> None:
+        """One more HTTP request."""
+        counter = self._counters.get((route, status))
+        if counter is None:
+            counter = self._counters[route, status] = self.requests.labels(route, str(status))
+        counter.inc()
 
     def watch(self, stats: Callable[[], EngineStats]) -> None:
         """Add the engine's figures to every scrape from now on."""

@@ -186,22 +186,27 @@ async def post(session: aiohttp.ClientSession, url: str, body: dict[str, object]
         return reply.status
 
 
+async def mute_clients(url: str, count: int, **body: object) -> list[socket.socket]:
+    """Clients with small buffers that send a request and never read."""
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps({"prompt": PROMPT, "stream": True, "ignore_eos": True, **body})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode()
+    mute = []
+    for _ in range(count):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+        sock.send(request)
+        mute.append(sock)
+    return mute
+
+
 async def test_clients_that_never_read_hold_nothing_up(tiny: RunningBackend) -> None:
     """200 of them; one that reads is served meanwhile, and in the end all pages are back."""
-    sets = ("server.write_seconds=0.5",)
-    async with serving(tiny.backend, *sets) as (url, edge):
-        host, port = url.removeprefix("http://").split(":")
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 2, "stream": True, "n": 1})
-        request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
-        mute = []
-        for _ in range(200):
-            sock = socket.socket()
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            sock.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
-            sock.send(request)
-            mute.append(sock)
+    async with serving(tiny.backend) as (url, edge):
+        mute = await mute_clients(url, 200, max_tokens=3)
         async with AsyncClient(url) as client:
             answer = await client.complete("hello", max_tokens=3)
             assert answer.choices[0].finish_reason
@@ -209,6 +214,25 @@ async def test_clients_that_never_read_hold_nothing_up(tiny: RunningBackend) -> 
         for sock in mute:
             sock.close()
         assert edge.in_flight[""] == 0
+
+
+async def test_a_client_whose_buffers_are_full_is_cut_off(
+    tiny: RunningBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two with long answers: their requests end with the deadline for writing, pages and all."""
+    async with serving(tiny.backend, "server.write_seconds=0.2") as (url, edge):
+        [endless, other] = await mute_clients(
+            url, 2, max_tokens=800, logprobs=20, n=8, temperature=0.5
+        )
+        while edge.in_flight[""] < 2:
+            await asyncio.sleep(0.01)
+        while edge.in_flight[""]:
+            await asyncio.sleep(0.01)
+        await settled(tiny)
+        endless.close()
+        other.close()
+    assert caplog.text.count("did not read for 0.2 s") == 2
+    assert tiny.backend.engine.stats().finished["cancelled"] >= 16
 
 
 async def test_a_body_that_never_comes_is_given_up(tiny: RunningBackend) -> None:

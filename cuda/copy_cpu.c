@@ -1,17 +1,60 @@
-/* Page copies in host memory. Runs of pages that are neighbours on both sides are one copy. */
+/* Page copies in host memory. Runs of pages that are neighbours on both sides are one copy.
+ *
+ * What is larger than the caches is written past them: a plain store first reads the line it
+ * overwrites, a third of all traffic. Four blocks at a time keep more of memory's banks open:
+ *
+ *     run = [4 KiB block 0][block 1][block 2][block 3] [4][5][6][7] ... rest
+ *           line 0 of 0, 1, 2, 3, then line 1 of 0, 1, 2, 3, ...
+ */
 #include "kernels.h"
 
 #include <string.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+
+enum { BLOCK = 4096, BLOCKS = 4, LINE = 64 };
+
+/* Copies whole groups of blocks; returns how many bytes that was. `dst` is aligned to 16. */
+static int64_t stream_blocks(char *dst, const char *src, int64_t nbytes) {
+    const int64_t whole = nbytes - nbytes % (BLOCKS * BLOCK);
+    for (int64_t at = 0; at < whole; at += BLOCKS * BLOCK)
+        for (int64_t line = at; line < at + BLOCK; line += LINE)
+            for (int64_t i = line; i < line + BLOCKS * BLOCK; i += BLOCK) {
+                const __m128i *from = (const __m128i *)(src + i);
+                __m128i *to = (__m128i *)(dst + i);
+                const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+                const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+                _mm_stream_si128(to, a);
+                _mm_stream_si128(to + 1, b);
+                _mm_stream_si128(to + 2, c);
+                _mm_stream_si128(to + 3, d);
+            }
+    _mm_sfence();
+    return whole;
+}
+#else
+static int64_t stream_blocks(char *dst, const char *src, int64_t nbytes) {
+    (void)dst, (void)src, (void)nbytes;
+    return 0;
+}
+#endif
+
+enum { STREAM_FROM = 8 << 20 }; /* bytes of a call; fewer are likely to be read from a cache soon */
+
 const char *rx_copy_cpu(const struct rx_copy *c) {
     const int whole = c->nbytes == c->src_stride && c->nbytes == c->dst_stride;
+    const int large = c->num_pages * c->nbytes >= STREAM_FROM;
     for (int64_t i = 0; i < c->num_pages;) {
         int64_t n = 1;
         while (whole && i + n < c->num_pages && c->src_ids[i + n] == c->src_ids[i] + n &&
                c->dst_ids[i + n] == c->dst_ids[i] + n)
             n++;
-        memcpy(c->dst + c->dst_ids[i] * c->dst_stride + c->dst_offset,
-               c->src + c->src_ids[i] * c->src_stride + c->src_offset, (size_t)(n * c->nbytes));
+        char *dst = c->dst + c->dst_ids[i] * c->dst_stride + c->dst_offset;
+        const char *src = c->src + c->src_ids[i] * c->src_stride + c->src_offset;
+        const int64_t nbytes = n * c->nbytes;
+        const int64_t done = large && (uintptr_t)dst % 16 == 0 ? stream_blocks(dst, src, nbytes) : 0;
+        memcpy(dst + done, src + done, (size_t)(nbytes - done));
         i += n;
     }
     return NULL;

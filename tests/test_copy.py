@@ -43,6 +43,22 @@ def test_pages_go_where_they_were_sent_and_nowhere_else(stream: CopyStream) -> N
     assert (target == expected).all()
 
 
+@pytest.mark.parametrize("offset", [0, 8, 64])
+def test_large_copies_are_right_to_the_last_byte(offset: int) -> None:
+    """Pages of 200,000 bytes: groups of blocks, a rest, and bases that are not aligned."""
+    stream = CpuStream()
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 256, (100, 200_000 + offset), np.uint8)
+    target = np.zeros((90, 200_000 + offset), np.uint8)
+    pages, there = (rng.permutation(90)[:50].astype(np.int32) for _ in range(2))
+    stream.copy(view(source, pages, 200_000), view(target[:, offset:], there, 200_000))
+    stream.synchronize(stream.record())
+    expected = np.zeros_like(target)
+    expected[there, offset:] = source[pages, :200_000]
+    assert (target == expected).all()
+    stream.close()
+
+
 def test_copies_of_one_stream_run_in_order(stream: CopyStream) -> None:
     memory = np.zeros((64, 8), np.uint8)
     memory[0] = 9

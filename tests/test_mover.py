@@ -14,12 +14,12 @@ import pytest
 import torch
 from simulated_copies import Event, Machine
 
-from tiers.base import Chain, Tier
-from tiers.copy import CopyFailed, CpuStream, compute_fence
+from tiers.base import Chain, Pinning, Tier
+from tiers.copy import CopyFailed, CpuStream, compute_fence, pinning_for
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
-from tiers.mover import Mover, Ticket
+from tiers.mover import Mover, Ticket, open_mover
 from tiers.page import InvariantError, OutOfPages, PageIds, PageShape, PageState
 
 CPU = torch.device("cpu")
@@ -412,6 +412,45 @@ def test_estimates_come_from_what_was_measured_and_what_is_queued(tmp_path: Path
     rig = Rig(tmp_path, disk=16)
     assert not rig.disk.take_recovered()  # the probe's records are nobody's
     rig.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("page_size", [1, 256])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_on_a_gpu_bytes_survive_a_slow_writer_and_every_way(
+    tmp_path: Path, page_size: int, pinned: bool
+) -> None:
+    cuda = torch.device("cuda", 0)
+    shape = PageShape.uniform(4, 2, 16, page_size, "bfloat16")
+    device = DeviceTier(shape, 64, cuda)
+    pinning = pinning_for(cuda)
+    assert pinning is not None
+    if not pinned:
+        pinning = Pinning(lambda address, nbytes: False, pinning.unpin)
+    host = HostTier(shape.nbytes, 64, pinning)
+    disk = DiskTier(tmp_path, shape.nbytes, 64 * 65536, b"w" * 32, 100, pinning)
+    mover = open_mover(device, host, disk)
+    mover.probe()
+    order = np.random.default_rng(0).permutation(32).astype(np.int32)
+    pages = device.allocate(32)[order]
+    for lower in (host, disk):
+        expected = torch.randn(32, shape.elems, device=cuda).bfloat16()
+        torch.cuda._sleep(10_000_000)
+        device.pool[torch.from_numpy(pages).long().to(cuda)] = expected
+        if lower is host:
+            device.publish(pages)
+        there = lower.allocate(32, LOADING)[order]
+        mover.submit(device, pages, lower, there, chain(32))
+        assert mover.wait(5.0)[0].ok.all()
+        back = device.allocate(32, LOADING)
+        mover.submit(lower, there, device, back)
+        assert mover.wait(5.0)[0].ok.all()
+        assert torch.equal(device.pool[torch.from_numpy(back).long().to(cuda)], expected)
+        device.free(back)
+    mover.close()
+    disk.close()
+    host.close()
 
 
 @pytest.mark.parametrize("host", [0, 1, 6])

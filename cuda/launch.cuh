@@ -3,6 +3,9 @@
 #include "attention.cuh"
 
 inline const char* error_text(cudaError_t error) {
+    if (error == cudaErrorInsufficientDriver || error == cudaErrorNoDevice) {
+        return "no usable CUDA device: is there a GPU, and an NVIDIA driver recent enough?";
+    }
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

@@ -229,7 +229,9 @@ typedef int cudaError_t;
 struct cudaPointerAttributes {
     int type, device;
 };
-enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2 };
+enum { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum { cudaErrorInsufficientDriver = 35, cudaErrorNoDevice = 100 };
+enum { cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2 };
 enum { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerMultiprocessor };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
 

@@ -9,7 +9,7 @@ inline const char* error_text(cudaError_t error) {
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// For a scope, makes the device current on which `memory` lies, or where that is the host's, `other`.
+// For a scope, makes the device current on which `memory` lies, or else `other`.
 struct OnDeviceOf {
     int before = -1;
     const char* error;
@@ -18,7 +18,7 @@ struct OnDeviceOf {
         cudaPointerAttributes where = {};
         int current = -1;
         error = error_text(cudaPointerGetAttributes(&where, memory));
-        if (!error && where.type == cudaMemoryTypeHost && other) {
+        if (!error && where.type != cudaMemoryTypeDevice && other) {
             error = error_text(cudaPointerGetAttributes(&where, other));
         }
         if (!error && where.type != cudaMemoryTypeDevice) error = "the memory is on no CUDA device";

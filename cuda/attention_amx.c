@@ -218,13 +218,14 @@ INLINE void pack_compact_weights(const float *s, int chunks, uint16_t *p) {
 
 /* Values of pairs of tokens, interleaved: tiles of [16 pairs][16 dims][2], the first of two with
  * dims 0-3, 8-11, 16-19, 24-27 of 32, the second with the others. */
-static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, const struct block *b, int pos, int dim,
-                        int chunks) {
+static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, const struct block *b,
+                        const struct block *next, int pos, int dim, int chunks) {
     for (int i = 0; i < chunks * 16; i++) {
         const char *v[2];
         for (int j = 2 * i; j < 2 * i + 2; j++)
             v[j % 2] = j >= b->n ? (const char *)a->zeros
                        : t->page_size % RUN ? t->v + row_at(t, pos + j) : b->v[j / RUN] + j % RUN * t->row_bytes;
+        fetch(t, next, 2 * i, 2);
         uint16_t *to = a->v + i / 16 * dim * 32 + i % 16 * 32;
         for (int d = 0; d < dim; d += 32, to += 2 * TILE) {
             const __m512i x = _mm512_loadu_si512(v[0] + 2 * d), y = _mm512_loadu_si512(v[1] + 2 * d);
@@ -292,13 +293,11 @@ static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end
             for (int j = i; !in_place && j < i + 16; j++)
                 memcpy(a->k + j * dim, j < now->n ? t->k + row_at(t, pos + j) : (const char *)a->zeros, (size_t)dim * 2);
         }
-        for (int i = 0; i < BLOCK / RUN; i++) fetch(t, next, next->k, i);
         for (int c = 0; c < columns; c += 2)
             if (c + 1 == columns) amx_logits(a, k, dim * 2, dim, 0, c, 1);
             else
                 for (int i = 0; i < tokens; i += 32) amx_logits(a, k + i / 16, dim * 2, dim, i, c, 2);
-        pack_values(t, a, now, pos, dim, chunks);
-        for (int i = 0; i < BLOCK / RUN; i++) fetch(t, next, next->v, i);
+        pack_values(t, a, now, next, pos, dim, chunks);
         const int masked = pos < t->max_low || pos + tokens > t->min_high;
         const vi *low = masked ? a->low : NULL;
         for (int c = 0; c < columns; c++, low += masked) {

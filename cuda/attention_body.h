@@ -194,9 +194,13 @@ static void locate(const struct rx_tile *t, int begin, int end, struct block *b)
     }
 }
 
-INLINE void fetch(const struct rx_tile *t, const struct block *b, const char *const *runs, int i) {
-    if (t->page_size % RUN == 0 && i * RUN < b->n)
-        for (int64_t at = 0; at < RUN * t->row_bytes; at += 64) __builtin_prefetch(runs[i] + at, 0, 2);
+/* Asks for `tokens` keys and values from the i-th on, between computations: so many loads at once
+ * would wait for each other and keep the processor. */
+INLINE void fetch(const struct rx_tile *t, const struct block *b, int i, int tokens) {
+    if (t->page_size % RUN != 0 || i >= b->n) return;
+    const int64_t first = i % RUN * t->row_bytes, end = first + tokens * t->row_bytes;
+    for (int64_t at = first; at < end; at += 64) __builtin_prefetch(b->k[i / RUN] + at, 0, 2);
+    for (int64_t at = first; at < end; at += 64) __builtin_prefetch(b->v[i / RUN] + at, 0, 2);
 }
 
 /* The runs of `now` in fp32: where they lie, or widened in scratch. Values of no token are 0. */
@@ -320,7 +324,7 @@ static void all_logits(const struct rx_tile *t, struct scratch *s, const float *
     int r = 0;
 #define LOGITS(VECS, TOKENS)                                                                   \
     for (int i = 0; i < n; i += TOKENS) {                                                      \
-        if (r == 0 && i % RUN == 0) fetch(t, next, next->k, i / RUN);                          \
+        if (r == 0) fetch(t, next, i, TOKENS);                                                 \
         logits(s->q + (size_t)r * groups * VL, groups, k[i / RUN] + i % RUN * 4 * groups,      \
                s->s + (r * GROUPS + i / 4) * VL, VECS, TOKENS);                                \
     }                                                                                          \
@@ -372,7 +376,6 @@ static void body_attend(const struct rx_tile *t, void *memory, int begin, int en
         for (int r = 0; r < vecs; r++)
             s->fix[r] = weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, QUADS, pos, masked ? &s->low[r] : NULL,
                               &s->high[r], &s->m[r], &s->l[r]);
-        for (int i = 0; i < BLOCK / RUN; i++) fetch(t, next, next->v, i);
         all_outputs(s, v, padded, groups, vecs);
     }
     for (int r = 0; r < t->num_rows; r++) {

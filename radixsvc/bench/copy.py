@@ -1,0 +1,57 @@
+"""Page copies in host memory, beside one memcpy of as many bytes.
+
+Pages go from random places to random places, through the stream that the tiers use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+
+import numpy as np
+import torch
+
+from radixsvc.bench.attention import ratio, seconds
+from radixsvc.bench.report import Metric
+from tiers.base import PageView
+from tiers.copy import CpuStream
+
+COPIED_BYTES = 1 << 28
+MIN_PAGE_BYTES = 64 << 10  # from here on a page should copy at memcpy's rate
+PAGE_BYTES = (16 << 10, 64 << 10, 512 << 10, 2 << 20)
+
+
+def run(args: argparse.Namespace) -> list[Metric]:
+    """All figures; `args` holds nothing for this benchmark."""
+    metrics = []
+    source, target = (torch.ones(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
+    stream = CpuStream("benchmark")
+    try:
+        for page_bytes in PAGE_BYTES:
+            rng, num_pages = np.random.default_rng(0), COPIED_BYTES // page_bytes
+            views = [
+                PageView(
+                    memory.data_ptr(),
+                    page_bytes,
+                    page_bytes,
+                    rng.permutation(num_pages).astype(np.int32),
+                )
+                for memory in (source, target)
+            ]
+
+            def copy_pages(views: list[PageView] = views) -> None:
+                stream.copy(views[0], views[1])
+                stream.synchronize(stream.record())
+
+            addresses = target.data_ptr(), source.data_ptr(), COPIED_BYTES
+            pages, memcpy = seconds(copy_pages, lambda a=addresses: ctypes.memmove(*a), rounds=7)
+            name = f"copy of {page_bytes >> 10} KiB pages"
+            goal = 90 if page_bytes >= MIN_PAGE_BYTES else None
+            metrics += [
+                Metric(name, COPIED_BYTES / statistics.median(pages) / 1e9, "GB/s", None, True),
+                Metric(f"{name}: of memcpy", 100 * ratio(memcpy, pages), "%", goal, True),
+            ]
+    finally:
+        stream.close()
+    return metrics

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
+
 import torch
 
 from tiers.base import LEDGER_BYTES, Footprint, PageView
@@ -19,9 +22,7 @@ class DeviceTier(PageLedger):
         self.shape = shape
         self.page_bytes = shape.nbytes
         self.device = device
-        self.pool = torch.empty(
-            num_pages, shape.elems, dtype=getattr(torch, shape.dtype), device=device
-        )
+        self.pool = _allocate(num_pages, shape, device)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page onto another, ordered with the computation on the current stream."""
@@ -40,3 +41,15 @@ class DeviceTier(PageLedger):
 
     def close(self) -> None:
         """The pool goes with its last reference."""
+
+
+def _allocate(num_pages: int, shape: PageShape, device: torch.device) -> torch.Tensor:
+    """[num_pages, shape.elems]; in host memory on huge pages, which attention reads faster."""
+    dtype = getattr(torch, shape.dtype)
+    if device.type != "cpu" or num_pages == 0:
+        return torch.empty(num_pages, shape.elems, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_pages * shape.nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(num_pages, shape.elems)

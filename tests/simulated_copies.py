@@ -76,6 +76,13 @@ class SimulatedStream:
         while not event.reached:
             self.machine.step()
 
+    def copy_now(self, source: PageView, target: PageView, after: Event) -> None:
+        with self.machine.lock:
+            self.wait(after)
+            self.copy(source, target)
+            done = self.record()
+        self.synchronize(done)
+
     def elapsed(self, start: Event, end: Event) -> float:
         return 1e-6
 

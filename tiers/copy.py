@@ -52,6 +52,12 @@ class CopyStream(Protocol):
     def synchronize(self, event: Any) -> None:
         """Block the calling thread until `query(event)`."""
 
+    def copy_now(self, source: PageView, target: PageView, after: Any) -> None:
+        """Copy once the event `after` is reached, and block the calling thread until it is done.
+
+        Not ordered with what is enqueued.
+        """
+
     def elapsed(self, start: Any, end: Any) -> float:
         """Seconds between two reached events of this stream."""
 
@@ -130,6 +136,10 @@ class CpuStream:
         while not self._came_to(event):
             event.reached.wait(0.1)
 
+    def copy_now(self, source: PageView, target: PageView, after: _Event) -> None:
+        after.reached.wait()
+        self._copy(source, target)  # the caller's thread is as good as the stream's
+
     def elapsed(self, start: _Event, end: _Event) -> float:
         return end.time - start.time
 
@@ -202,6 +212,11 @@ class CudaStream(CpuStream):
     def synchronize(self, event: _Event) -> None:
         super().synchronize(event)
         event.cuda.sync()
+
+    def copy_now(self, source: PageView, target: PageView, after: _Event) -> None:
+        self.wait(after)
+        self.copy(source, target)
+        self.synchronize(self.record())
 
     def elapsed(self, start: _Event, end: _Event) -> float:
         return float(end.cuda - start.cuda) / 1e3

@@ -52,7 +52,7 @@ from tiers.store import Job, StoreQueue
 Edge = tuple[str, str]  # names of the source and the target tier
 
 NUM_WORKERS = 4
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 2 << 20  # stays in a core's cache between copy and checksum
 MAX_QUEUED_BYTES = 1 << 30
 STORE_DEADLINE_S = 10.0
 PROBE_DEPTH = 1 << 31

@@ -180,9 +180,7 @@ class StoreQueue:
         if not job.enter():
             return False
         try:
-            stream.wait(job.fence)
-            stream.copy(source, target)
-            stream.synchronize(stream.record())
+            stream.copy_now(source, target, after=job.fence)
         finally:
             job.leave()
         return True

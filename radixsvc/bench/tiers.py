@@ -109,9 +109,10 @@ def disk_transfers(shape: PageShape, num_pages: int, rounds: int, folder: Path) 
         plain.append(plain_rates(folder / "plain", num_pages * shape.nbytes))
         disk_bytes, memory_bytes = disk.footprint().disk, disk.footprint().host
     start = time.perf_counter()
-    with opened(shape, num_pages, folder) as (_, disk, _):
-        scan = time.perf_counter() - start
-        found = len(disk.take_recovered())
+    disk = open_disk(shape, num_pages, folder)
+    scan = time.perf_counter() - start
+    found = len(disk.take_recovered())
+    disk.close()
     total, kib = num_pages * shape.nbytes, shape.nbytes >> 10
     metrics = [Metric(f"{kib} KiB pages found after a restart", found, f"of {num_pages}")]
     for name, seconds, rate in (
@@ -135,12 +136,16 @@ def opened(
 ) -> Iterator[tuple[DeviceTier, DiskTier, Mover]]:
     device = DeviceTier(shape, num_pages, torch.device("cpu"))
     device.pool.zero_()
-    limit = 2 * 4096 + num_pages * (4096 + -(-shape.nbytes // 4096) * 4096)
-    disk = DiskTier(folder, shape.nbytes, limit, bytes(32), max_blob_bytes=1024)
+    disk = open_disk(shape, num_pages, folder)
     mover = open_mover(device, None, disk, max_queued_bytes=1 << 40)
     yield device, disk, mover
     mover.close()
     disk.close()
+
+
+def open_disk(shape: PageShape, num_pages: int, folder: Path) -> DiskTier:
+    limit = 2 * 4096 + num_pages * (4096 + -(-shape.nbytes // 4096) * 4096)
+    return DiskTier(folder, shape.nbytes, limit, bytes(32), max_blob_bytes=1024)
 
 
 def carry(mover: Mover, source: Tier, pages: PageIds, target: Tier, there: PageIds) -> None:

@@ -246,16 +246,19 @@ SIMT_DEVICE void weigh_tile(Sums<D>& sums, const float (&weights)[KEYS / 8][4],
 }
 
 // The team's rows, whose queries every thread has stored in tiles.q, attend to [begin, end).
-// `begin` is a multiple of KEYS. The whole team must come here with the same range.
+// `begin` is a multiple of KEYS. The whole team must come here with the same range; a warp without
+// rows only helps to load.
 template <class E, int D, int KEYS, int WARPS>
 SIMT_DEVICE void attend(Tiles<D, KEYS, WARPS>& tiles, Sums<D>& sums, const AttentionArgs& a,
-                        const Context& context, const Span rows[2], int32_t begin, int32_t end) {
+                        const Context& context, const Span rows[2], bool has_rows, int32_t begin,
+                        int32_t end) {
     load_tile(tiles, 0, context, begin, end);
     int stage = 0;
     for (int32_t key = begin; key < end; key += KEYS, stage ^= 1) {
         cp_async_wait<0>();
         Team<WARPS>::sync();  // the stage is filled, and nobody reads the other one any more
         if (key + KEYS < end) load_tile(tiles, stage ^ 1, context, key + KEYS, end);
+        if (!has_rows) continue;
         float scores[KEYS / 8][4];
         score_tile<E>(scores, tiles, stage);
         softmax_tile<D, KEYS>(scores, sums, a, rows, key);

@@ -63,7 +63,8 @@ SIMT_DEVICE void attend_split(DecodeTiles<D, WARPS>& tiles, const AttentionArgs&
         if (row < num_rows) rows[r] = span_of(a, a.batch.kv_lens[members[row / group]] - 1);
     }
     Sums<D> sums;
-    attend<E>(tiles, sums, a, context_of(a, members[0], kv_head), rows, begin, end);
+    attend<E>(tiles, sums, a, context_of(a, members[0], kv_head), rows,
+              own_row - lane / 4 < num_rows, begin, end);
 
     SIMT_UNROLL
     for (int r = 0; r < 2; r++) {

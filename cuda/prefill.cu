@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(PREFILL_WARPS * 32)
     const int32_t begin = span_of(a, cached + (int32_t)(first_row / group)).first / KEYS * KEYS;
     const int32_t end = cached + (int32_t)(last_row / group) + 1;
     Sums<D> sums;
-    attend<E>(tiles, sums, a, context_of(a, seq, kv_head), rows, begin, end);
+    attend<E>(tiles, sums, a, context_of(a, seq, kv_head), rows,
+              own_row - lane / 4 < num_rows, begin, end);
 
     SIMT_UNROLL
     for (int r = 0; r < 2; r++) {

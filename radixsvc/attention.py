@@ -116,8 +116,8 @@ class RaggedBatch:
                 f"sequence {s} is {contexts[s]} tokens long and has {held[s]} pages of {page_size}"
             )
         device = torch.device(device)
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"no attention kernels for {device}")
+        if device.type != "cpu" and not (device.type == "cuda" and hasattr(_kernels, "cuda_plan")):
+            raise ValueError(f"no attention kernels for {device} in this build; see `doctor`")
         tables = [table[:n] for table, n in zip(page_tables, needed.tolist(), strict=True)]
         pages = np.concatenate(tables, dtype=np.int32) if tables else np.empty(0, np.int32)
         cu_seqlens_q = np.zeros(len(queries) + 1, np.int32)

@@ -23,15 +23,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from radixsvc.inspection import check_tree, format_tree
-from radixsvc.node import DEVICE, PAGE_ID_BYTES, TOKEN_BYTES, Account, Node, Priority
-from radixsvc.tree import RadixTree
+from radixsvc.namespace import account_name
+from radixsvc.namespace import namespace_key as namespace_key
+from radixsvc.node import (
+    DEVICE,
+    DISK,
+    HOST,
+    PAGE_ID_BYTES,
+    PAGES,
+    TOKEN_BYTES,
+    Account,
+    Node,
+    Priority,
+)
+from radixsvc.residency import Choice, Move, Residency, TierPolicy
+from radixsvc.tree import Match, RadixTree, page_at
+from tiers.base import Tier
+from tiers.mover import Mover
 from tiers.page import InvariantError, OutOfPages, PageIds, PageState
 
 Tokens = npt.NDArray[np.int32]
@@ -44,12 +59,28 @@ class DevicePages(Protocol):
     num_free: int
     states: npt.NDArray[np.uint8]
 
+    @property
+    def num_retired(self) -> int: ...
     def allocate(self, n: int, state: PageState = ...) -> PageIds: ...
     def publish(self, pages: PageIds) -> None: ...
     def free(self, pages: PageIds) -> None: ...
     def count(self) -> dict[str, int]: ...
     def check(self) -> None: ...
     def copy_page(self, source: int, target: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Lower:
+    """The tiers below the device, either of which may be missing, and who carries pages there.
+
+    `fingerprint`, 32 bytes, names what a page's bytes depend on beside its tokens.
+    """
+
+    mover: Mover
+    host: Tier | None
+    disk: Tier | None
+    fingerprint: bytes
+    policy: TierPolicy = field(default_factory=TierPolicy)
 
 
 class TokensByTier(NamedTuple):
@@ -89,19 +120,9 @@ class CacheStats:
     hit_tokens: TokensByTier
     ghost_tokens: int  # known, but evicted: what more pages would have served
     evicted_pages: int
+    lost_pages: int  # copies that did not arrive
     duplicate_pages: int
     page_copies: int
-
-
-def namespace_key(name: str, salt: str = "") -> str:
-    """A namespace for a configured key's name and a client's salt; no two pairs share one."""
-    return f"{len(name)}:{name}{salt}"
-
-
-def account_name(namespace: str) -> str:
-    """The key's name in a namespace made by `namespace_key`; any other namespace as it is."""
-    length, colon, rest = namespace.partition(":")
-    return rest[: int(length)] if colon and length.isdecimal() else namespace
 
 
 class PrefixCache:
@@ -114,24 +135,36 @@ class PrefixCache:
         *,
         max_ghosts: float = 1.0,
         max_pinned: float = 0.5,
+        lower: Lower | None = None,
     ) -> None:
         self.device = device
         self.page_size = page_size
-        self.tree = RadixTree(page_size, 1, int(max_ghosts * device.num_pages))
+        num_tiers = 1 if lower is None else len(PAGES)
+        self.tree = RadixTree(page_size, num_tiers, int(max_ghosts * device.num_pages))
+        self.residency: Residency | None = None
+        self._tiers: list[DevicePages | Tier | None] = [device]
+        if lower is not None:
+            tiers = [cast(Tier, device), lower.host, lower.disk]
+            self._tiers = list(tiers)
+            self.residency = Residency(
+                self.tree, tiers, lower.mover, lower.policy, lower.fingerprint
+            )
+            self.residency.recover()
         self.leases: dict[str, dict[Lease, None]] = {}  # by namespace, oldest first
         self._pins: dict[tuple[str, bytes], Pin] = {}
         self._max_pinned_pages = int(max_pinned * device.num_pages)
         self._pinned_pages = 0
         self._evict_ahead = min(32, device.num_pages // 64)
         self._acquired = self._ghost_tokens = self._evicted = 0
-        self._duplicates = self._copies = self._device_tokens = 0
+        self._duplicates = self._copies = 0
+        self._hits = [0, 0, 0]
 
     # -- what a scheduler asks ----------------------------------------------------------------
 
     @property
     def available(self) -> int:
         """Device pages that are free or could be made so now."""
-        return self.device.num_free + self.tree.evictable(DEVICE)
+        return self.device.num_free + self.device.num_retired + self.tree.evictable(DEVICE)
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of one sequence."""
@@ -140,7 +173,28 @@ class PrefixCache:
     def match(self, namespace: str, tokens: Tokens) -> TokensByTier:
         """How many leading tokens of a prompt need no computing. Changes nothing."""
         found = self.tree.match(namespace, _packed(tokens[:-1]))
-        return TokensByTier(found.length + found.partial, 0, 0)
+        path = self.tree.path(found.node)
+        counts = [0, 0, 0]
+        left = found.length // self.page_size
+        for node in path:
+            count = min(left, self.tree.num_pages(node))
+            left -= count
+            on_device = min(count, len(node.device) // PAGE_ID_BYTES)
+            counts[DEVICE] += on_device
+            for i in range(on_device, count):
+                counts[HOST if page_at(node.host, i) >= 0 else DISK] += 1
+        device, host, disk = (count * self.page_size for count in counts)
+        return TokensByTier(device + self._num_partial(found), host, disk)
+
+    def _num_partial(self, found: Match) -> int:
+        """Tokens of the next page that can be had by copying it on the device."""
+        return found.partial if self._partial_page(found) >= 0 else 0
+
+    def _partial_page(self, found: Match) -> int:
+        if found.partial_node is None:
+            return -1
+        page = page_at(found.partial_node.device, found.partial_index)
+        return page if page >= 0 and self.device.states[page] == PageState.READY else -1
 
     def pending(self, namespace: str, tokens: Tokens) -> int:
         """Leading tokens that a running lease of the namespace holds and is about to commit.
@@ -160,6 +214,8 @@ class PrefixCache:
     def poll(self) -> None:
         """Take in what finished in the background; cheap."""
         self._expire_pins()
+        if self.residency is not None:
+            self.residency.poll()
 
     # -- leases -------------------------------------------------------------------------------
 
@@ -169,29 +225,80 @@ class PrefixCache:
         """Hold what is cached of a prompt of at least one token; never its last token."""
         if len(tokens) == 0:
             raise ValueError("a lease needs at least one token")
-        tree = self.tree
-        packed = _packed(tokens[:-1])
-        found = tree.match_below(tree.root(namespace, account_name(namespace)), packed)
-        source = -1
-        if found.partial_node is not None:  # read before locking, which may split that node
-            at = found.partial_index * PAGE_ID_BYTES
-            source = int.from_bytes(found.partial_node.device[at : at + PAGE_ID_BYTES], "little")
         lease = Lease(self, namespace, tokens, priority)
-        lease.node = tree.lock(found.node, found.used, priority)
-        lease._hold(np.frombuffer(tree.device_pages(lease.node), np.int32))
-        lease.num_locked = lease.num_pages
+        lease.node = self.tree.lock(self.tree.root(namespace, account_name(namespace)), 0)
         self.leases.setdefault(namespace, {})[lease] = None
-        cached = found.length
         try:
-            if source >= 0:
-                cached += self._copy_partial(lease, source, found.partial)
-            self._count(namespace, packed, cached)
+            self._hold_cached(lease, load=True)
+            self._acquired += 1
+            self._hits = [a + b for a, b in zip(self._hits, lease.sources, strict=True)]
         except BaseException:
             lease.release()
             raise
-        lease.cached_len = lease.num_valid = cached
-        lease.sources = TokensByTier(cached, 0, 0)
         return lease
+
+    def _hold_cached(self, lease: Lease, load: bool) -> None:
+        """Lock what is cached of a prompt in place of what was locked; `load` begins promotion."""
+        tree, residency = self.tree, self.residency
+        root = tree.root(lease.namespace, account_name(lease.namespace))
+        self._lock_instead(lease, root, 0)
+        packed = lease.tokens[: lease.prompt_len - 1].tobytes()
+        found = tree.match_below(root, packed)
+        source = self._partial_page(found)  # before locking, which may split that node
+        path = tree.path(found.node)
+        num_pages = found.length // self.page_size
+        choice = Choice(num_pages, [])
+        if residency is not None:
+            choice = residency.choose(path, num_pages, load)
+        self._relock(lease, path, choice.num_ready + len(choice.levels))
+        if residency is not None and choice.levels:
+            try:
+                moves = residency.promote(tree.path(lease.node), choice)
+            except OutOfPages:
+                moves = None
+            if moves is None or any(move.ok is False for move in moves):
+                self._hold_cached(lease, load=False)
+                return
+        lease._hold(np.frombuffer(tree.device_pages(lease.node), np.int32))
+        lease.num_locked = lease.num_pages
+        if residency is not None:
+            lease.moves = residency.arriving(lease.page_table)
+        partial = 0
+        if source >= 0 and lease.num_pages == num_pages:
+            partial = self._copy_partial(lease, source, found.partial)
+        if tree.ghosts:
+            known = tree.match_below(root, packed, ghosts=True).length
+            self._ghost_tokens += max(0, known - found.length - found.partial)
+        size = self.page_size
+        host, disk = choice.levels.count(HOST) * size, choice.levels.count(DISK) * size
+        lease.sources = TokensByTier(choice.num_ready * size + partial, host, disk)
+        lease.cached_len = lease.num_valid = lease.sources.length
+
+    def _relock(self, lease: Lease, path: Sequence[Node], num_pages: int) -> None:
+        """Lock the first `num_pages` pages of a path in place of what was locked."""
+        for node in path:
+            count = self.tree.num_pages(node)
+            if 0 < num_pages <= count:
+                self._lock_instead(lease, node, num_pages * self.tree.page_bytes)
+            num_pages -= count
+
+    def _lock_instead(self, lease: Lease, node: Node, used: int) -> None:
+        if node is not lease.node:
+            before, lease.node = lease.node, self.tree.lock(node, used, lease.priority)
+            self.tree.unlock(before)
+
+    def _hold_what_came(self, lease: Lease) -> None:
+        """A promotion failed: let the lease go back to what is on the device."""
+        self._free_private(lease)
+        self._hold_cached(lease, load=False)
+        self._free_dropped()
+
+    def _free_private(self, lease: Lease) -> None:
+        private = lease.page_table[lease.num_locked :].copy()
+        lease.num_pages = lease.num_locked = 0
+        lease.page_table = lease.page_table[:0]
+        if len(private):
+            self.device.free(private)
 
     def _copy_partial(self, lease: Lease, source: int, num_tokens: int) -> int:
         """Copy a page of which `num_tokens` match into a private one; 0 if there is no room.
@@ -211,20 +318,25 @@ class PrefixCache:
 
     def allocate(self, num_pages: int) -> PageIds:
         """Device pages for writing, at the expense of unused ones. All or nothing: OutOfPages."""
-        missing = num_pages - self.device.num_free
-        if missing > 0:
+        if num_pages > self.device.num_free:
             self._expire_pins()
-            evictable = self.tree.evictable(DEVICE)
-            if missing > evictable:
+            if num_pages > self.available:
                 raise OutOfPages(
-                    f"{num_pages} pages asked for, {self.device.num_free} free and {evictable} "
-                    f"evictable of {self.device.num_pages}"
+                    f"{num_pages} pages asked for, {self.available} of {self.device.num_pages} "
+                    "are free or evictable"
                 )
-            self._evicted += self.tree.evict(max(missing, self._evict_ahead))
-            self._free_dropped()
+            missing = num_pages - self.device.num_free
+            if self.residency is not None:
+                self.residency.make_room(num_pages)
+            else:
+                self._evicted += self.tree.evict(max(missing, self._evict_ahead))
+                self._free_dropped()
         return self.device.allocate(num_pages)
 
     def _free_dropped(self) -> None:
+        if self.residency is not None:
+            self.residency.free_dropped()
+            return
         pages = self.tree.take_freed(DEVICE)
         if pages is not None:
             self.device.free(pages)
@@ -234,13 +346,6 @@ class PrefixCache:
         if quota is not None and account.resident[DEVICE] > quota:
             self._evicted += self.tree.evict(account.resident[DEVICE] - quota, account)
         self._free_dropped()
-
-    def _count(self, namespace: str, packed: bytes, cached: int) -> None:
-        self._acquired += 1
-        self._device_tokens += cached
-        if self.tree.ghosts:
-            known = self.tree.match(namespace, packed, ghosts=True).length
-            self._ghost_tokens += max(0, known - cached)
 
     # -- what a client asks -------------------------------------------------------------------
 
@@ -302,35 +407,53 @@ class PrefixCache:
         self._free_dropped()
         return before - self.tree.resident(DEVICE)
 
-    def set_quota(self, name: str, num_pages: int) -> None:
-        """Limit the device pages that the tree keeps for all namespaces of a key's name.
+    def set_quota(self, name: str, num_pages: int, level: int = DEVICE) -> None:
+        """Limit the pages of a tier that the tree keeps for all namespaces of a key's name.
 
         To be set before the first of them is used. Pages under leases may exceed it for a time.
         """
-        self.tree.account(name).quota[DEVICE] = num_pages
+        self.tree.account(name).quota[level] = num_pages
 
     def flush(self) -> None:
-        """Empty the cache. What leases hold goes when they are released."""
+        """Empty the cache, every tier. What leases hold goes when they are released."""
         self._pins.clear()
         self._pinned_pages = 0
         self.tree.flush()
         self._free_dropped()
+        if self.residency is not None:
+            self.residency.flush()
+
+    def save(self, deadline_s: float) -> None:
+        """Write what is only in memory to disk, what was used last first, while there is time."""
+        if self.residency is not None:
+            self.residency.save(deadline_s)
 
     # -- inspection ---------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise InvariantError unless every page is in exactly one place and all counts agree."""
-        self.device.check()
-        ready = check_tree(self.tree)[DEVICE]
+        held = check_tree(self.tree)
         leases = [lease for group in self.leases.values() for lease in group]
         private = [lease.page_table[lease.num_locked :] for lease in leases]
         writing = np.concatenate(private) if private else np.empty(0, np.int32)
         states = self.device.states
-        for pages, state in ((ready, PageState.READY), (writing, PageState.WRITING)):
-            if len(np.unique(pages)) != len(pages) or (states[pages] != state).any():
-                raise InvariantError(f"{state.name} pages are shared or in another state")
-            if len(pages) != int((states == state).sum()):
-                raise InvariantError(f"{state.name} pages that nobody holds")
+        if len(np.unique(writing)) != len(writing) or (states[writing] != PageState.WRITING).any():
+            raise InvariantError("private pages are shared or in another state")
+        if len(writing) != int((states == PageState.WRITING).sum()):
+            raise InvariantError("WRITING pages that no lease holds")
+        for level, tier in enumerate(self._tiers):
+            if tier is None:
+                continue
+            tier.check()
+            pages = held[level]
+            if self.residency is not None:
+                orphans = list(self.residency.orphans[level])
+                pages = np.concatenate([pages, np.array(orphans, np.int32)])
+            owned = (PageState.READY, PageState.LOADING)
+            if len(np.unique(pages)) != len(pages) or not np.isin(tier.states[pages], owned).all():
+                raise InvariantError(f"{PAGES[level]} pages of the tree are in another state")
+            if len(pages) != int(np.isin(tier.states, owned).sum()) - tier.num_retired:
+                raise InvariantError(f"{PAGES[level]} pages that nobody holds")
         refs = sum(n.refs for n in [*self.tree.roots.values(), *self.tree.detached])
         if refs != len(leases):
             raise InvariantError(f"{refs} references of {len(leases)} leases")
@@ -339,20 +462,24 @@ class PrefixCache:
         return format_tree(self.tree, max_nodes)
 
     def stats(self) -> CacheStats:
-        evictable = self.tree.evictable(DEVICE)
+        tree = self.tree
+        levels = [level for level, tier in enumerate(self._tiers) if tier is not None]
+        evictable = {PAGES[level]: tree.evictable(level) for level in levels}
+        counters = self.residency.counters if self.residency is not None else {}
         return CacheStats(
-            pages={"device": self.device.count()},
-            evictable={"device": evictable},
-            protected={"device": self.tree.resident(DEVICE) - evictable},
+            pages={PAGES[i]: t.count() for i, t in enumerate(self._tiers) if t is not None},
+            evictable=evictable,
+            protected={PAGES[i]: tree.resident(i) - evictable[PAGES[i]] for i in levels},
             num_nodes=self.tree.num_nodes,
             num_leases=sum(map(len, self.leases.values())),
             num_pins=len(self._pins),
             pinned_pages=self._pinned_pages,
             ghost_pages=self.tree.num_ghost_pages,
             acquired=self._acquired,
-            hit_tokens=TokensByTier(self._device_tokens, 0, 0),
+            hit_tokens=TokensByTier(*self._hits),
             ghost_tokens=self._ghost_tokens,
-            evicted_pages=self._evicted,
+            evicted_pages=self._evicted + counters.get("evicted", 0),
+            lost_pages=counters.get("lost", 0),
             duplicate_pages=self._duplicates,
             page_copies=self._copies,
         )
@@ -372,6 +499,7 @@ class Lease:
         "_table",
         "_tokens",
         "cached_len",
+        "moves",
         "namespace",
         "node",
         "num_locked",
@@ -401,6 +529,7 @@ class Lease:
         self.num_valid = 0  # tokens at the front that have keys and values
         self.cached_len = 0
         self.sources = TokensByTier(0, 0, 0)
+        self.moves: list[Move] = []  # that have to end before the lease is usable
         self.released = False
 
     @property
@@ -418,7 +547,13 @@ class Lease:
 
     def poll(self) -> bool:
         """Whether everything that was to be loaded is there, or failed and was cut short."""
-        return True
+        if any(move.ok is None for move in self.moves):
+            return False
+        failed = any(move.ok is False for move in self.moves)
+        self.moves = []
+        if failed:
+            self._cache._hold_what_came(self)
+        return not self.moves
 
     def extend(self, num_tokens: int) -> None:
         """Have pages for the first `num_tokens` tokens. OutOfPages changes nothing."""
@@ -436,16 +571,21 @@ class Lease:
         self.num_valid = num_tokens
         num_pages = num_tokens // self._cache.page_size
         if num_pages > self.num_locked:
-            self._share(num_pages, num_pages * self._cache.page_size)
+            self._share_whole(num_pages)
+
+    def _share_whole(self, num_pages: int) -> None:
+        self._share(num_pages, num_pages * self._cache.page_size)
 
     def _share(self, num_pages: int, num_tokens: int) -> None:
         """Put private pages up to `num_pages` into the tree; `num_tokens` of them are valid."""
         cache = self._cache
         start = self.num_locked
+        tokens = self._tokens[start * cache.page_size : num_tokens].tobytes()
+        if cache.residency is not None and cache.residency.is_loading(self.node, tokens):
+            return  # someone is loading these pages: at the next commit, or never
         own = self._table[start:num_pages]
         if len(own) != num_pages - start or num_pages > self.num_pages:
             raise InvariantError(f"{num_pages} pages committed of {self.num_pages}")
-        tokens = self._tokens[start * cache.page_size : num_tokens].tobytes()
         self.node, packed = cache.tree.insert(self.node, tokens, own.tobytes(), self.priority)
         kept = np.frombuffer(packed, np.int32)
         ours = own[: len(kept)]
@@ -470,16 +610,18 @@ class Lease:
         del group[self]
         if not group:
             del cache.leases[self.namespace]
+        if self.num_valid // cache.page_size > self.num_locked:
+            self._share_whole(self.num_valid // cache.page_size)
         in_tail = self.num_valid - self.num_locked * cache.page_size
         if 0 < in_tail < cache.page_size and not self.node.account.detached:
             self._share(self.num_locked + 1, self.num_valid)
         account = self.node.account
+        path = cache.tree.path(self.node) if cache.residency is not None else []
         cache.tree.unlock(self.node)
         cache._enforce_quota(account)
-        if self.num_pages > self.num_locked:
-            cache.device.free(self._table[self.num_locked : self.num_pages].copy())
-        self.num_pages = self.num_locked = 0
-        self.page_table = self._table[:0]
+        cache._free_private(self)
+        if cache.residency is not None:
+            cache.residency.used(path)
 
     def _hold(self, pages: PageIds) -> None:
         """More pages at the end of the page table."""

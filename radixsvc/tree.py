@@ -39,9 +39,10 @@ child, both unreferenced and last used together, is merged with it:
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,7 @@ from radixsvc.node import (
 from tiers._kernels import common_prefix
 from tiers.page import InvariantError, PageIds
 
+_NO_PAGES = np.empty(0, np.int32)
 GHOSTS_PASSED = 16  # on either side, when looking for the child that shares most of a page
 
 
@@ -164,9 +166,12 @@ class RadixTree:
     def num_known(self, node: Node) -> int:
         """Leading pages of a node that lie on any tier."""
         known = len(node.device) // PAGE_ID_BYTES
-        if self.num_tiers > 1 and (node.host or node.disk):
-            while _page(node.host, known) is not None or _page(node.disk, known) is not None:
-                known += 1
+        if (node.host or node.disk) and known < self.num_pages(node):
+            there = np.zeros(self.num_pages(node) + 1, np.bool_)  # the last one never is
+            there[:known] = True
+            for pages in (node.host, node.disk):
+                there[: len(pages) // PAGE_ID_BYTES] |= np.frombuffer(pages, np.int32) >= 0
+            known = int(there.argmin())
         return known
 
     def path(self, node: Node) -> list[Node]:
@@ -308,7 +313,8 @@ class RadixTree:
         A stub that the page goes beyond gives way to it, ghosts that go beyond a stub to that.
         """
         while node.children is not None:
-            before, child = node.children.near(page)
+            children: Children = node.children
+            before, child = children.near(page)
             if child is None or not child.tokens.startswith(page):
                 if before is not None and page.startswith(before.tokens):
                     self._take_out(before)
@@ -347,14 +353,14 @@ class RadixTree:
 
     def resident(self, level: int) -> int:
         """Pages of a tier that the tree holds, flushed ones under leases included."""
-        detached = sum(r.account.resident[level] for r in self.detached)
+        detached: int = sum(r.account.resident[level] for r in self.detached)
         return detached + sum(a.resident[level] for a in self.accounts.values())
 
     def victim(self, level: int, account: Account | None = None) -> Node | None:
         """The node whose last page on that tier is the next to go; O(accounts)."""
         accounts = self.accounts.values() if account is None else (account,)
         for priority in range(PINNED_CLASS):
-            best = None
+            best: Node | None = None
             for one in accounts:
                 node = one.victim(level, priority)
                 if node is not None and (best is None or node.last_use < best.last_use):
@@ -363,34 +369,46 @@ class RadixTree:
                 return best
         return None
 
-    def evict(self, num_pages: int, account: Account | None = None) -> int:
-        """Let go of up to that many device pages, least recently used first, leaves' tails first.
+    def victims(self, level: int) -> Iterator[Node]:
+        """All that could go from a tier, in that order. Not to be mixed with changes."""
+        for priority in range(PINNED_CLASS):
+            lists = [account.victims(level, priority) for account in self.accounts.values()]
+            yield from heapq.merge(*lists, key=lambda node: node.last_use)
+
+    def evict(self, num_pages: int, account: Account | None = None, level: int = DEVICE) -> int:
+        """Let go of up to that many pages of a tier, least recently used first, tails first.
 
         Returns how many.
         """
         left = num_pages
         while left > 0:
-            node = self.victim(DEVICE, account)
+            node = self.victim(level, account)
             if node is None:
                 break
-            left -= self.cut(node, DEVICE, left)
+            left -= self.cut(node, level, left)
         return num_pages - left
 
     def cut(self, node: Node, level: int, num_pages: int) -> int:
         """Let go of up to `num_pages` pages of a tier at an unreferenced node's end."""
         held: bytes = getattr(node, PAGES[level])
         at = max(0, len(held) - num_pages * PAGE_ID_BYTES)
-        pages = held[at:]
-        count = resident(pages) if level else len(pages) // PAGE_ID_BYTES
+        pages, rest = held[at:], held[:at]
+        count = len(pages) // PAGE_ID_BYTES
+        if level:
+            count = resident(pages)
+            while rest.endswith(ABSENT):
+                rest = rest[:-PAGE_ID_BYTES]
         account = node.account
         account.resident[level] -= count
         account.evictable[level][_class(node)] -= count
         self._freed[level].append(pages)
-        setattr(node, PAGES[level], held[:at])
-        if at == 0:
+        setattr(node, PAGES[level], rest)
+        if not rest:
             node.unlink(level)
-            if not (node.device or node.host or node.disk):
-                self._bury(node, level)
+        if self.num_tiers > 1:
+            self._close_gap(node)
+        if not (node.device or node.host or node.disk):
+            self._bury(node, level)
         return count
 
     def take_freed(self, level: int) -> PageIds | None:
@@ -421,6 +439,102 @@ class RadixTree:
             if not self._is_known(node):
                 self._bury(node, level)
         return pages
+
+    # -- tiers --------------------------------------------------------------------------------
+
+    def attach(self, node: Node, level: int, places: PageIds, pages: PageIds) -> None:
+        """Pages of a tier for those places of a node, where it had none there."""
+        held = np.frombuffer(getattr(node, PAGES[level]), np.int32)
+        more = np.full(max(len(held), int(places.max()) + 1), -1, np.int32)
+        more[: len(held)] = held
+        if (more[places] >= 0).any() or (level == DEVICE and places[0] != len(held)):
+            raise InvariantError(f"pages are attached where they can't be ({PAGES[level]})")
+        more[places] = pages
+        setattr(node, PAGES[level], more.tobytes())
+        node.account.resident[level] += len(pages)
+        if node.refs == 0:
+            priority = _class(node)
+            node.account.evictable[level][priority] += len(pages)
+            if node.after(level) is None:
+                self._stand(node, level, priority)
+
+    def _stand(self, node: Node, level: int, priority: int) -> None:
+        """Enter a list of victims right before the nearest ancestor on it, else at the end.
+
+        Whatever of the node's children stands there was put before that ancestor, too.
+        """
+        above = node.parent
+        while above is not None and (above.after(level) is None or _class(above) != priority):
+            above = above.parent
+        node.link_before(above or node.account.heads[level][priority], level)
+
+    def detach(self, lost: Sequence[PageIds]) -> None:
+        """Forget pages that are lost, by level, and let go of those that are of no use then.
+
+        Looks at every node; for failures only.
+        """
+        touched = []
+        for node in list(self.nodes()):
+            for level, pages in enumerate(lost):
+                held = np.frombuffer(getattr(node, PAGES[level]), np.int32)
+                gone = np.isin(held, pages)
+                if gone.any():
+                    self._set_pages(node, level, np.where(gone, np.int32(-1), held))
+                    touched.append(node)
+        for node in touched:
+            device = np.frombuffer(node.device, np.int32)
+            if (device < 0).any():
+                self._keep(node, DEVICE, device[: int((device < 0).argmax())])
+                for below in self._below(node):
+                    self._keep(below, DEVICE, _NO_PAGES)
+        for node in touched:
+            if node.parent is not None:
+                self._close_gap(node)
+                for one in (*reversed(list(self._below(node))), node):
+                    if one.refs == 0 and one not in self.ghosts and not self._is_known(one):
+                        self._bury(one, DEVICE)
+
+    def _keep(self, node: Node, level: int, pages: PageIds) -> None:
+        """Leave a node only these of its pages of a tier; let go of the others."""
+        held = np.frombuffer(getattr(node, PAGES[level]), np.int32)
+        gone = held[(held >= 0) & ~np.isin(held, pages)]
+        if len(gone):
+            self._freed[level].append(gone.tobytes())
+        if len(pages) < len(held):
+            self._set_pages(node, level, pages)
+
+    def _set_pages(self, node: Node, level: int, pages: PageIds) -> None:
+        packed = pages.tobytes()
+        while level and packed.endswith(ABSENT):
+            packed = packed[:-PAGE_ID_BYTES]
+        count = resident(getattr(node, PAGES[level])) - resident(packed)
+        node.account.resident[level] -= count
+        setattr(node, PAGES[level], packed)
+        if node.after(level) is not None:
+            node.account.evictable[level][_class(node)] -= count
+            if not packed:
+                node.unlink(level)
+
+    def _close_gap(self, node: Node) -> None:
+        """Drop from the tiers what lies behind a page that no tier holds any more."""
+        known = self.num_known(node)
+        if known == self.num_pages(node):
+            return
+        for level in range(1, self.num_tiers):
+            held = np.frombuffer(getattr(node, PAGES[level]), np.int32)
+            self._keep(node, level, held[:known])
+        for below in reversed(list(self._below(node))):
+            for level in range(self.num_tiers):
+                self._keep(below, level, _NO_PAGES)
+            if below.refs == 0 and below not in self.ghosts:
+                self._bury(below, DEVICE)
+
+    def graft(self, parent: Node, tokens: bytes, level: int, pages: PageIds) -> Node:
+        """A new child, unreferenced, whose pages lie on one tier. It is as old as can be."""
+        child = Node(tokens, parent.account)
+        self._adopt(parent, child)
+        self.attach(child, level, np.arange(len(pages), dtype=np.int32), pages)
+        return child
 
     def forget(self) -> None:
         """Drop all ghosts."""
@@ -577,6 +691,7 @@ class RadixTree:
         child.uses = min(child.uses, node.uses)
         child.parent = parent
         node.parent = node.children = None
+        node.device = node.host = node.disk = b""
         self.num_nodes -= 1
 
     def _adopt(self, parent: Node, child: Node) -> None:
@@ -638,6 +753,8 @@ class RadixTree:
 
     def _bury(self, node: Node, level: int) -> None:
         """A node's last page is gone. It stays a while without pages, children before parents."""
+        if node.parent is None:
+            return  # merged meanwhile
         if not self.max_ghost_pages:
             self._remove(node)
             return
@@ -684,8 +801,7 @@ def _class(node: Node) -> int:
     return PINNED_CLASS if node.pins else node.priority
 
 
-def _page(pages: bytes, index: int) -> int | None:
-    """Page `index` of packed ids, None where it is not there."""
+def page_at(pages: bytes, index: int) -> int:
+    """Page `index` of packed ids, -1 where it is not there."""
     at = index * PAGE_ID_BYTES
-    page = int.from_bytes(pages[at : at + PAGE_ID_BYTES], "little", signed=True)
-    return page if page >= 0 and at < len(pages) else None
+    return int.from_bytes(pages[at : at + PAGE_ID_BYTES] or ABSENT, "little", signed=True)

@@ -92,7 +92,7 @@ class Machine:
     def verify(self, lease: Lease, generation: int, n: int) -> None:
         for i in range(n):
             content = self.device.content[lease.page_table[i // self.page_size]]
-            assert content[i % self.page_size] == self.key(lease, generation, i + 1)
+            assert content[i % self.page_size] == self.key(lease, generation, i + 1), (i, content)
 
     def longest(self, namespace: str, tokens: list[int]) -> int:
         ready = np.flatnonzero(self.device.states == PageState.READY)

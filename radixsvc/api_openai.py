@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +14,13 @@ from aiohttp import web
 
 from radixsvc.admission import CALLER, EDGE, REQUEST_ID, Edge, read_body
 from radixsvc.codec import Encoding, answer_encoding, encode, token_ids
-from radixsvc.errors import EngineFailed, InvalidRequest, NotFound, ServiceError
+from radixsvc.errors import (
+    ContextLengthExceeded,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    ServiceError,
+)
 from radixsvc.generation import Generation, Plan
 from radixsvc.protocol import (
     ChatRequest,
@@ -32,6 +40,9 @@ from radixsvc.toolcalls import describe_tools, forced_start, template_messages, 
 T = TypeVar("T")
 log = logging.getLogger("radixsvc.api")
 OFF_LOOP_CHARS = 8_192  # longer texts are tokenised on a thread, so that others are served
+MESSAGE_CHARS = 64  # what a message costs a template beside its text, about
+MAX_CHARS_A_TOKEN = 32  # of a text that is worth tokenising at all; English has 4 or 5
+_threads = ThreadPoolExecutor(2, "tokenize")  # few, since a long text takes much memory
 
 
 def negotiated(request: web.Request) -> Encoding:
@@ -46,9 +57,18 @@ def answer(request: web.Request, value: Any) -> web.Response:
     return web.Response(body=encode(value, encoding), content_type=encoding.value)
 
 
-async def tokenized(function: Callable[[], T], num_chars: int) -> T:
-    """Run a tokenizer's work here, or on a thread where it takes long."""
-    return await asyncio.to_thread(function) if num_chars > OFF_LOOP_CHARS else function()
+async def tokenized(backend: Backend, function: Callable[[], T], num_chars: int) -> T:
+    """Run a tokenizer's work here, or on a thread where it takes long.
+
+    ContextLengthExceeded at once for a text that can't fit whatever its tokens are.
+    """
+    if num_chars > MAX_CHARS_A_TOKEN * backend.engine.max_request_tokens:
+        raise ContextLengthExceeded(
+            f"{num_chars} characters are too many: {backend.engine.max_request_tokens} tokens fit"
+        )
+    if num_chars <= OFF_LOOP_CHARS:
+        return function()
+    return await asyncio.get_running_loop().run_in_executor(_threads, function)
 
 
 def check_model(edge: Edge, name: str | None) -> None:
@@ -61,7 +81,8 @@ def check_model(edge: Edge, name: str | None) -> None:
 async def prompt_tokens(backend: Backend, prompt: Any, special: bool = True) -> Tokens:
     """Text, an array of ids or a bin of ids as int32 token ids."""
     if isinstance(prompt, str):
-        ids = await tokenized(lambda: backend.tokenizer.encode(prompt, special), len(prompt))
+        tokenizer = backend.tokenizer
+        ids = await tokenized(backend, lambda: tokenizer.encode(prompt, special), len(prompt))
         if len(ids) == 0:
             raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
         return ids
@@ -75,11 +96,13 @@ async def chat_tokens(
     tokenizer = backend.tokenizer
     plain = template_messages(messages)
     described = template_tools(tools, edge.config.model.canonical_tools) or None
+    num_chars = len(json.dumps(described)) + len(json.dumps(plain)) + MESSAGE_CHARS * len(plain)
     if described and not tokenizer.template_has_tools:
         plain, described = describe_tools(plain, described), None
     ids = await tokenized(
+        backend,
         lambda: tokenizer.apply_chat_template(plain, described, add_generation_prompt=True),
-        sum(len(message["content"]) for message in plain),
+        num_chars,
     )
     return np.concatenate([ids, tokenizer.encode(start, False)]) if start else ids
 

@@ -23,12 +23,14 @@ from radixsvc.errors import (
     EngineFailed,
     InvalidRequest,
     NotFound,
+    PermissionDenied,
     ServiceError,
 )
 
 log = logging.getLogger("radixsvc.http")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 OPEN_ROUTES = ("/healthz", "/readyz", "/version")
 
 
@@ -94,6 +96,7 @@ async def _edge_middleware(request: web.Request, handler: Handler) -> web.Stream
     status = 499  # the client closed the connection, unless something better is known below
     try:
         if route not in OPEN_ROUTES:
+            _refuse_rebinding(request, edge)
             request[CALLER] = edge.keys.identify(request.headers.get("Authorization"))
         response = await handler(request)
         status = response.status
@@ -122,6 +125,16 @@ async def _edge_middleware(request: web.Request, handler: Handler) -> web.Stream
             request[REQUEST_ID],
         )
     return response
+
+
+def _refuse_rebinding(request: web.Request, edge: Edge) -> None:
+    """Without keys only this machine is served, and not a web page that a name leads here."""
+    is_private = not edge.keys and not edge.config.server.public_without_keys
+    if is_private and not LOOPBACK.fullmatch(request.host):
+        raise PermissionDenied(
+            "without API keys only loopback addresses are served: use http://127.0.0.1, or set "
+            "server.keys_file or server.public_without_keys"
+        )
 
 
 _PREFIX, _counter = secrets.token_hex(6), itertools.count(1)

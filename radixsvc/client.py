@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import io
 import os
@@ -146,16 +147,17 @@ class AsyncClient:
     async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[Header | Delta | End]:
         unpacker = msgpack.Unpacker(max_buffer_size=1 << 26)
         async with self._request("POST", path, {**body, "stream": True}) as response:
-            async for data in response.content.iter_any():
-                unpacker.feed(data)
-                for item in unpacker:
-                    event: StreamEvent = msgspec.convert(item, StreamEvent)
-                    if isinstance(event, Failure):
-                        raise ApiError(0, event.error)
-                    yield event
-                    if isinstance(event, End):
-                        return
-        raise ApiError(0, {"message": "the stream ended before its end", "code": "stream_broken"})
+            with contextlib.suppress(aiohttp.ClientPayloadError):
+                async for data in response.content.iter_any():
+                    unpacker.feed(data)
+                    for item in unpacker:
+                        event: StreamEvent = msgspec.convert(item, StreamEvent)
+                        if isinstance(event, Failure):
+                            raise ApiError(0, event.error)
+                        yield event
+                        if isinstance(event, End):
+                            return
+        raise ApiError(0, {"message": "the stream broke before its end", "code": "stream_broken"})
 
     @asynccontextmanager
     async def _request(

@@ -6,7 +6,9 @@ bytes of Python, so maps and arrays are counted as they are built. Both decoders
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -133,17 +135,22 @@ def token_ids(value: Any, param: str, vocab_size: int) -> Tokens:
     return ids.astype(np.int32, copy=False)
 
 
-def canonical(value: Any, param: str, sort: bool, depth: int = 0) -> Any:
-    """`value`, its maps by sorted keys if `sort`; InvalidRequest where nested too deeply."""
-    if depth > MAX_TEMPLATE_NESTING:
-        raise InvalidRequest(f"{param} is nested too deeply", param=param)
+def canonical(value: Any, param: str, sort: bool) -> Any:
+    """`value`, its maps by sorted keys if `sort`. InvalidRequest for what a template can't take:
+    bins, deep nesting, too many values."""
+    return _canonical(value, param, sort, 0, itertools.count())
+
+
+def _canonical(value: Any, param: str, sort: bool, depth: int, count: Iterator[int]) -> Any:
+    if depth > MAX_TEMPLATE_NESTING or next(count) > MAX_CONTAINERS:
+        raise InvalidRequest(f"{param} is nested too deeply, or too large", param=param)
     if isinstance(value, bytes) or (isinstance(value, dict) and any(map(_is_bytes, value))):
         raise InvalidRequest(f"{param} should hold text, not bins", param=param)
     if isinstance(value, dict):
         keys = sorted(value) if sort else list(value)
-        return {key: canonical(value[key], param, sort, depth + 1) for key in keys}
+        return {key: _canonical(value[key], param, sort, depth + 1, count) for key in keys}
     if isinstance(value, list):
-        return [canonical(item, param, sort, depth + 1) for item in value]
+        return [_canonical(item, param, sort, depth + 1, count) for item in value]
     return value
 
 

@@ -45,4 +45,6 @@ def setup(level: str, form: str) -> None:
         handler.setFormatter(_Journald("%(name)s: %(message)s"))
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    # It logs what it can't parse, and that is what a client wrote.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

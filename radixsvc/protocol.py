@@ -109,7 +109,7 @@ class ResponseFormat(Struct):
 
 
 class ChatRequest(Sampling, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=16_384)]
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

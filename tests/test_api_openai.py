@@ -272,6 +272,8 @@ async def test_too_long_a_prompt_is_refused_at_once(tiny: RunningBackend) -> Non
             await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "word " * 2000}]
             )
+        with pytest.raises(openai.BadRequestError, match="characters are too many"):
+            await client.completions.create(model="m", prompt="a" * 100_000)
     tiny.check()
 
 

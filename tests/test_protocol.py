@@ -147,5 +147,6 @@ def test_canonical_form_sorts_maps_at_every_depth() -> None:
     deep: Any = 1
     for _ in range(40):
         deep = [deep]
-    with pytest.raises(InvalidRequest, match="nested"):
-        canonical(deep, "tools", True)
+    for wrong in (deep, [{}] * 70_000, [b"bin"], {b"bin": 1}):
+        with pytest.raises(InvalidRequest):
+            canonical(wrong, "tools", True)

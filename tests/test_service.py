@@ -190,7 +190,7 @@ async def mute_clients(url: str, count: int, **body: object) -> list[socket.sock
     """Clients with small buffers that send a request and never read."""
     host, port = url.removeprefix("http://").split(":")
     data = json.dumps({"prompt": PROMPT, "stream": True, "ignore_eos": True, **body})
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode()
     mute = []
     for _ in range(count):
@@ -240,7 +240,8 @@ async def test_a_body_that_never_comes_is_given_up(tiny: RunningBackend) -> None
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
             b'Content-Length: 1000\r\n\r\n{"prompt"'
         )
         answer = await asyncio.wait_for(reader.readline(), 10)

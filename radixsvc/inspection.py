@@ -75,9 +75,10 @@ def _check_node(tree: RadixTree, node: Node) -> None:
             _require(parent.last_use >= node.last_use, "a parent was used before its child")
             _require(parent.priority >= node.priority, "a parent has less priority")
     known = any(resident(getattr(node, PAGES[level])) for level in range(tree.num_tiers))
+    num_known = tree.num_known(node)
     for level in range(1, tree.num_tiers):
-        for i, page in enumerate(_split_ids(getattr(node, PAGES[level]))):
-            _require(page == ABSENT or i < tree.num_known(node), "a page behind a gap")
+        for page in _split_ids(getattr(node, PAGES[level]))[num_known:]:
+            _require(page == ABSENT, "a page behind a gap")
     _require(known or node.refs > 0 or node in tree.ghosts, "a node without pages is no ghost")
     _require(not known or node not in tree.ghosts, "a ghost has pages")
     if node.children is not None:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
-from radixsvc.cache import namespace_key
 from radixsvc.codec import body_encoding, decode
 from radixsvc.config import Config
 from radixsvc.errors import (
@@ -34,6 +33,7 @@ from radixsvc.errors import (
     SetupError,
     UnsupportedMediaType,
 )
+from radixsvc.namespace import namespace_key
 
 if TYPE_CHECKING:
     from radixsvc.metrics import Metrics
@@ -90,8 +90,10 @@ class KeyRing:
             parts = line.split()
             if not parts or parts[0].startswith("#"):
                 continue
-            if len(parts) != 3 or parts[1] not in ("use", "admin"):
-                raise SetupError(f"{file}, line {number}: write NAME use|admin KEY")
+            if len(parts) != 3 or parts[1] not in ("use", "admin") or len(parts[0]) > 64:
+                raise SetupError(
+                    f"{file}, line {number}: write NAME use|admin KEY, NAME of up to 64 characters"
+                )
             keys.append(_Key(Caller(parts[0], parts[1] == "admin"), _digest(parts[2])))
         if not keys:
             raise SetupError(f"{file} holds no keys: write NAME use|admin KEY, one a line")

@@ -10,9 +10,9 @@ from aiohttp import web
 from radixsvc.admission import CALLER, EDGE, read_body, require_admin
 from radixsvc.api_openai import answer
 from radixsvc.api_prefix import on_engine
-from radixsvc.cache import account_name
 from radixsvc.inspection import format_tree
 from radixsvc.metrics import CONTENT_TYPE
+from radixsvc.namespace import account_name
 
 MAX_NODES = 1000
 

@@ -17,11 +17,12 @@ from aiohttp import web
 
 from radixsvc.admission import CALLER, EDGE, REQUEST_ID, Edge, read_body
 from radixsvc.api_openai import answer, chat_tokens, check_model, prompt_tokens, tokenized
-from radixsvc.cache import PinLimit, PrefixCache, TokensByTier, namespace_key
+from radixsvc.cache import PinLimit, PrefixCache, TokensByTier
 from radixsvc.codec import MSGPACK_TYPES, token_ids
 from radixsvc.errors import InvalidRequest, SetupError
 from radixsvc.explain import explain, look
 from radixsvc.generation import Generation, Plan
+from radixsvc.namespace import namespace_key
 from radixsvc.protocol import (
     DetokenizeRequest,
     End,
@@ -141,7 +142,7 @@ async def detokenize(request: web.Request) -> web.Response:
     backend = request.app[EDGE].ready_backend()
     body = await read_body(request, DetokenizeRequest)
     tokens = token_ids(body.tokens, "tokens", backend.info.vocab_size)
-    text = await tokenized(lambda: backend.tokenizer.decode(tokens), 4 * len(tokens))
+    text = await tokenized(backend, lambda: backend.tokenizer.decode(tokens), len(tokens))
     return answer(request, {"prompt": text})
 
 

@@ -105,6 +105,7 @@ class Tiers(Section, frozen=True):
     device: DeviceSection = DeviceSection()
     host: HostSection = HostSection()
     disk: DiskSection = DiskSection()
+    promote: Literal["cost", "always", "never"] = "cost"  # load what is cheaper than computing
 
 
 class Log(Section, frozen=True):

@@ -55,6 +55,8 @@ async def serve(config: Config, build: Callable[[Config], Backend] = build_backe
     if edge.backend is not None:
         await asyncio.to_thread(edge.backend.engine.drain, config.server.drain_seconds)
     await runner.cleanup()
+    if edge.backend is not None:
+        await asyncio.to_thread(edge.backend.close)
     notifier.close()
     if isinstance(edge.failure, SetupError):
         raise edge.failure

@@ -14,19 +14,28 @@ from transformers.utils.logging import disable_progress_bar
 
 from radixsvc.architecture import ModelInfo, describe
 from radixsvc.attention import set_num_threads
-from radixsvc.cache import PrefixCache
+from radixsvc.cache import Lower, PrefixCache
 from radixsvc.checkpoint import available_memory
 from radixsvc.config import Config
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.errors import SetupError
 from radixsvc.fetch import fetch
 from radixsvc.model import load_model, measure_num_threads
+from radixsvc.node import TOKEN_BYTES
+from radixsvc.residency import TierPolicy
 from radixsvc.scheduler import SchedulerConfig
 from radixsvc.tokenizer import Tokenizer
+from tiers.base import TierError, pages_within
+from tiers.copy import CpuStream, CudaStream, compute_fence, pinning_for
 from tiers.device import DeviceTier
+from tiers.disk import DiskTier
+from tiers.host import HostTier
+from tiers.mover import Mover
 from tiers.page import PageShape
 
 log = logging.getLogger("radixsvc.startup")
+
+MAX_NAMESPACE_BYTES = 2048  # a key's name and a salt, beside a page's tokens on disk
 
 
 @dataclass(frozen=True)
@@ -38,12 +47,21 @@ class Backend:
     tokenizer: Tokenizer
     info: ModelInfo
     created: int  # Unix seconds
+    lower: Lower | None = None
+
+    def close(self) -> None:
+        """Once the engine has stopped: end copies, close files, let go of memory."""
+        if self.lower is not None:
+            self.lower.mover.close()
+            for tier in (self.lower.host, self.lower.disk):
+                if tier is not None:
+                    tier.close()
 
 
 def build_backend(config: Config) -> Backend:
     """Everything that answers requests, not started yet. SetupError says why it can't be."""
     if not sys.stderr.isatty():
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     path = fetch(config.model.name or None)
     device = pick_device(config.model.device)
     model = load_model(path, _dtype(config), device)
@@ -52,7 +70,8 @@ def build_backend(config: Config) -> Backend:
     shape = model.page_shape(config.tiers.device.page_size)
     pages = num_device_pages(config, shape, device)
     tier = DeviceTier(shape, pages, device)
-    cache = PrefixCache(tier, shape.page_size)
+    lower = build_lower(config, tier, bytes.fromhex(model.info.fingerprint))
+    cache = PrefixCache(tier, shape.page_size, lower=lower)
     for name, quota in config.quotas.items():
         cache.set_quota(name, quota.device.resolve(pages * shape.nbytes) // shape.nbytes)
     scheduler = SchedulerConfig(
@@ -70,7 +89,48 @@ def build_backend(config: Config) -> Backend:
     log.info("%s on %s in %s", model.info.name, device, model.info.dtype)
     for line in describe_tiers(config, shape, device).splitlines():
         log.info("%s", line)
-    return Backend(model.info.name, engine, Tokenizer(path), model.info, int(time.time()))
+    return Backend(model.info.name, engine, Tokenizer(path), model.info, int(time.time()), lower)
+
+
+def build_lower(config: Config, device: DeviceTier, fingerprint: bytes) -> Lower | None:
+    """The tiers below the device and who carries pages there; None where none is asked for."""
+    tiers = config.tiers
+    page_bytes = device.page_bytes
+    host_bytes = tiers.host.size.resolve(available_memory())
+    disk_bytes = tiers.disk.size.resolve(disk_space(tiers.disk.path))
+    host = disk = None
+    on_gpu = device.device.type == "cuda"
+    pinning = pinning_for(device.device)
+    try:
+        if num_pages := pages_within(host_bytes, page_bytes):
+            host = HostTier(page_bytes, num_pages, pinning)
+        if disk_bytes:
+            blob_bytes = device.shape.page_size * TOKEN_BYTES + MAX_NAMESPACE_BYTES
+            disk = DiskTier(
+                Path(tiers.disk.path), page_bytes, disk_bytes, fingerprint, blob_bytes, pinning
+            )
+    except TierError as error:
+        raise SetupError(str(error)) from None
+    if host is None and disk is None:
+        return None
+    promote, demote = (
+        CudaStream(device.device, name) if on_gpu else CpuStream(name)
+        for name in ("promote", "demote")
+    )
+    mover = Mover(
+        [device, host] if host else [device],
+        [disk] if disk else [],
+        promote,
+        demote,
+        compute_fence(device.device),
+    )
+    policy = TierPolicy(
+        write=tiers.host.write_policy,
+        through_after=tiers.host.through_after,
+        disk_after=tiers.disk.after_uses,
+        promote=tiers.promote,
+    )
+    return Lower(mover, host, disk, fingerprint, policy)
 
 
 def pick_device(name: str) -> torch.device:

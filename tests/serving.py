@@ -48,6 +48,7 @@ class RunningBackend:
         traceback: TracebackType | None,
     ) -> None:  # fmt: skip
         self.backend.engine.drain(10)
+        self.backend.close()
         assert self.backend.engine.failed is None, self.backend.engine.failed
 
     def say(self, text: str) -> None:

@@ -123,6 +123,15 @@ async def test_routes_need_the_role_they_name(tiny: RunningBackend, keys: KeyRin
             assert await status("GET", path, None) == 200
 
 
+async def test_without_keys_a_foreign_host_name_is_refused(tiny: RunningBackend) -> None:
+    """A web page whose name was made to lead to this machine sends its own name as Host."""
+    for sets, status in (((), 403), (("server.public_without_keys=true",), 200)):
+        async with serving(tiny.backend, *sets) as (url, _), aiohttp.ClientSession() as session:
+            for host, expected in (("evil.example", status), ("localhost:80", 200)):
+                async with session.get(url + "/v1/models", headers={"Host": host}) as reply:
+                    assert reply.status == expected
+
+
 async def test_a_key_has_a_limited_number_of_places(tiny: RunningBackend, keys: KeyRing) -> None:
     async with serving(tiny.backend, "server.max_concurrent=1", keys=keys) as (url, edge):
         async with AsyncClient(url, "key-a", retries=0) as a, AsyncClient(url, "key-b") as b:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from serving import RunningBackend, serving
 
+from radixsvc.api_prefix import warm_named_prompts
+from radixsvc.cache import PrefixCache
 from radixsvc.client import ApiError, AsyncClient
 from radixsvc.explain import realign
 
@@ -37,6 +39,19 @@ async def test_match_changes_nothing_and_warm_makes_it_whole(tiny: RunningBacken
         messages = [{"role": "user", "content": "Hello"}]
         await client.prefix("warm", messages=messages)
         assert (await client.chat(messages, max_tokens=1)).usage.radixsvc.device > 0
+
+
+async def test_named_prompts_are_computed_and_pinned(tiny: RunningBackend, tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text(STORY)
+    sets = [f"prompts.story.file={tmp_path / 'system.txt'}", "prompts.plain.text=" + STORY,
+            "prompts.plain.system=false", "prompts.plain.namespace=team"]  # fmt: skip
+    async with serving(tiny.backend, *sets) as (url, edge), AsyncClient(url) as client:
+        await warm_named_prompts(edge)
+        messages = [{"role": "system", "content": STORY}, {"role": "user", "content": "Who?"}]
+        match = await client.match(messages=messages)
+        assert match.cached_tokens >= len(await client.tokenize(STORY))
+        assert (await client.get("/v1/stats"))["cache"]["num_pins"] == 2
+        await client.post("/v1/flush", {}, dict)
 
 
 async def test_pins_outlive_pressure_until_undone(tiny: RunningBackend) -> None:
@@ -91,10 +106,7 @@ async def test_explain_sees_text_that_only_tokenises_otherwise(tiny: RunningBack
 async def test_explain_tells_what_was_evicted(tiny: RunningBackend) -> None:
     async with serving(tiny.backend) as (url, _), AsyncClient(url) as client:
         await client.complete(STORY, max_tokens=1, cache_salt="ghost")
-        backend = tiny.backend
-        evictable = backend.engine.call(lambda c: c.tree.evict(10**6)).result(10)
-        assert evictable is not None
-        backend.engine.call(lambda c: c._free_dropped()).result(10)
+        tiny.backend.engine.call(take_all_pages).result(10)
         told = await client.explain(prompt=STORY, cache_salt="ghost")
     assert told.cached_tokens == 0
     assert told.evicted
@@ -102,6 +114,13 @@ async def test_explain_tells_what_was_evicted(tiny: RunningBackend) -> None:
     assert told.evicted[0].tier == "device"
     assert "evicted from device memory" in told.summary
     tiny.check()
+
+
+def take_all_pages(cache: PrefixCache) -> None:
+    """What a request that needs the whole device does to everyone else."""
+    lease = cache.acquire("large", np.arange(2, dtype=np.int32))
+    lease.extend(cache.device.num_pages * cache.page_size)
+    lease.release()
 
 
 async def test_tokens_round_trip(tiny: RunningBackend) -> None:

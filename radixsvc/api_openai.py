@@ -116,23 +116,18 @@ def sampling_params(
             raise InvalidRequest("logit_bias: keys are token ids", param="logit_bias")
         bias.append((int(key), value))
 
-    def given(value: float | None, default: float) -> float:
-        return default if value is None else value
-
+    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+             "repetition_penalty")  # fmt: skip
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=given(body.temperature, 1.0),
-        top_p=given(body.top_p, 1.0),
         top_k=max(0, body.top_k or 0),
-        min_p=given(body.min_p, 0.0),
-        presence_penalty=given(body.presence_penalty, 0.0),
-        frequency_penalty=given(body.frequency_penalty, 0.0),
-        repetition_penalty=given(body.repetition_penalty, 1.0),
         logit_bias=tuple(bias),
         seed=None if body.seed is None else body.seed % 2**63,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         top_logprobs=top_logprobs,
+        **given,
     )
 
 

@@ -69,10 +69,8 @@ async def _scope(request: web.Request) -> tuple[Backend, PromptRequest, str, Tok
 async def match(request: web.Request) -> web.Response:
     """POST /v1/prefix/match: how much of a prompt is cached, by tier; changes nothing."""
     backend, _, namespace, tokens = await _scope(request)
-    found = _tiers(tokens, await on_engine(backend, lambda c: c.match(namespace, tokens)))
-    return answer(request, PrefixMatch(
-        prompt_tokens=len(tokens), cached_tokens=len(tokens) - found.computed, radixsvc=found
-    ))  # fmt: skip
+    found = await on_engine(backend, lambda c: c.match(namespace, tokens))
+    return answer(request, _as_match(_tiers(tokens, found)))
 
 
 async def explained(request: web.Request) -> web.Response:
@@ -91,11 +89,7 @@ async def warm(request: web.Request) -> web.Response:
     edge = request.app[EDGE]
     with edge.place(request[CALLER]):
         usage = await _prefill(edge, backend, request[REQUEST_ID], namespace, tokens)
-    return answer(request, PrefixMatch(
-        prompt_tokens=len(tokens),
-        cached_tokens=usage.prompt_tokens_details.cached_tokens,
-        radixsvc=usage.radixsvc,
-    ))  # fmt: skip
+    return answer(request, _as_match(usage.radixsvc))
 
 
 async def pin(request: web.Request) -> web.Response:
@@ -196,6 +190,11 @@ async def _prefill(
             if isinstance(event, End):
                 return event.usage
     raise AssertionError("a generation ends with End or raises")
+
+
+def _as_match(tiers: TierTokens) -> PrefixMatch:
+    cached = tiers.device + tiers.host + tiers.disk
+    return PrefixMatch(prompt_tokens=cached + tiers.computed, cached_tokens=cached, radixsvc=tiers)
 
 
 def _tiers(tokens: Tokens, found: TokensByTier) -> TierTokens:

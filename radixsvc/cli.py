@@ -19,6 +19,7 @@ import msgspec
 
 from radixsvc import __version__
 from radixsvc import config as configuration
+from radixsvc.chat import chat
 from radixsvc.client import ApiError, Client
 from radixsvc.errors import SetupError
 
@@ -65,13 +66,6 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    def remote(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
-        added = command(name, run, text)
-        added.add_argument("--url", help="default: $RADIXSVC_URL or http://127.0.0.1:8011")
-        added.add_argument("--api-key", help="default: $RADIXSVC_API_KEY")
-        added.add_argument("--json", action="store_true", help="for programs")
-        return added
-
     for name, run, text in (
         ("serve", _serve, "load a model and serve it"),
         ("print-config", _print_config, "every setting, where it is from, and what fits"),
@@ -82,37 +76,38 @@ def _parser() -> argparse.ArgumentParser:
     fetch.add_argument("model", nargs="?", help="a .gguf file or a hub id")
     command("doctor", _doctor, "what this machine and this build have, and what to do")
     command("version", _version, "the version")
-    for name, run, text in (
-        ("chat", _chat, "talk to the model"),
-        ("generate", _generate, "complete a text"),
-    ):
-        added = remote(name, run, text)
-        added.add_argument("--max-tokens", type=int, default=512)
-        added.add_argument("--temperature", type=float, default=0.2)
-        added.add_argument("--seed", type=int)
-        if name == "chat":
-            added.add_argument("--system", help="a system message")
-        else:
-            added.add_argument("prompt", help="the text, @FILE, or - for standard input")
-    remote("stats", _stats, "what the service is doing")
-    remote("tree", _tree, "the cached prefixes")
+    prompt_help = "the text, @FILE, or - for standard input"
     for name, text in (
+        ("chat", "talk to the model"),
+        ("generate", "complete a text"),
         ("explain", "why a prompt is not cached any further"),
         ("warm", "compute a prompt's keys and values now"),
+        ("stats", "what the service is doing"),
+        ("tree", "the cached prefixes"),
     ):
-        added = remote(name, _prefix, text)
-        added.set_defaults(action=name)
-        added.add_argument("prompt", help="the text, @FILE, or - for standard input")
+        added = command(name, _remote, text)
+        added.set_defaults(command=name)
+        added.add_argument("--url", help="default: $RADIXSVC_URL or http://127.0.0.1:8011")
+        added.add_argument("--api-key", help="default: $RADIXSVC_API_KEY")
+        added.add_argument("--json", action="store_true", help="for programs")
+        if name in ("chat", "generate"):
+            added.add_argument("--max-tokens", type=int, default=512)
+            added.add_argument("--temperature", type=float, default=0.2)
+            added.add_argument("--seed", type=int)
+        if name == "chat":
+            added.add_argument("--system", help="a system message")
+        if name in ("generate", "explain", "warm"):
+            added.add_argument("prompt", help=prompt_help)
     bench = commands.add_parser("bench", help="measure", description="Measure one of these.")
     benches = bench.add_subparsers(required=True, metavar="NAME")
     for file in sorted((Path(__file__).parent / "bench").glob("[a-z]*.py")):
         if "def add_arguments(" in file.read_text():
-            under, run = (commands, _tool) if file.stem in TOOLS else (benches, _bench)
+            under = commands if file.stem in TOOLS else benches
             added = under.add_parser(
                 file.stem, add_help=False, prefix_chars="\0", help=TOOLS.get(file.stem)
             )
             added.add_argument("rest", nargs=argparse.REMAINDER)
-            added.set_defaults(run=run, name=file.stem)
+            added.set_defaults(run=_bench, name=file.stem)
     return parser
 
 
@@ -195,89 +190,54 @@ def _version(args: argparse.Namespace) -> int:
     return 0
 
 
-def _client(args: argparse.Namespace) -> Client:
-    return Client(args.url, args.api_key)
-
-
-def _chat(args: argparse.Namespace) -> int:
-    from radixsvc.chat import chat
-
-    with _client(args) as client:
-        client.get("/v1/models")
-        return chat(client, args.system, **_sampling(args))
-
-
-def _generate(args: argparse.Namespace) -> int:
-    with _client(args) as client:
-        answer = client.complete(_text(args.prompt), **_sampling(args))
+def _remote(args: argparse.Namespace) -> int:
+    """Ask a running service, and print a table, a text or JSON."""
+    sampling = {name: getattr(args, name, None) for name in ("max_tokens", "temperature", "seed")}
+    options = {name: value for name, value in sampling.items() if value is not None}
+    with Client(args.url, args.api_key) as client:
+        if args.command == "chat":
+            client.get("/v1/models")  # nobody there is better known before the first question
+            return chat(client, args.system, **options)
+        if args.command in ("stats", "tree"):
+            found = client.get(f"/v1/{args.command}")
+        elif args.command == "warm":
+            found = client.prefix("warm", prompt=_text(args.prompt))
+        elif args.command == "explain":
+            found = msgspec.to_builtins(client.explain(prompt=_text(args.prompt)))
+        else:
+            found = msgspec.to_builtins(client.complete(_text(args.prompt), **options))
     if args.json:
-        print(msgspec.json.encode(answer).decode())
+        print(msgspec.json.encode(found).decode())
+    elif args.command == "generate":
+        print(found["choices"][0]["text"])
+    elif args.command == "tree":
+        print(found["text"])
+    elif args.command == "explain":
+        print(found["summary"])
+        table((name, repr(value)) for name, value in (found["divergence"] or {}).items())
     else:
-        print(answer.choices[0].text)
-    return 0
-
-
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _stats(args: argparse.Namespace) -> int:
-    with _client(args) as client:
-        return _show(args, client.get("/v1/stats"))
-
-
-def _tree(args: argparse.Namespace) -> int:
-    with _client(args) as client:
-        found = client.get("/v1/tree")
-    if args.json:
-        return _show(args, found)
-    print(found["text"])
-    return 0
-
-
-def _prefix(args: argparse.Namespace) -> int:
-    with _client(args) as client:
-        if args.action == "warm":
-            return _show(args, client.prefix("warm", prompt=_text(args.prompt)))
-        found = client.explain(prompt=_text(args.prompt))
-    if args.json:
-        return _show(args, msgspec.to_builtins(found))
-    print(found.summary)
-    if found.divergence is not None:
-        table(
-            (name, repr(text))
-            for name, text in (
-                ("before", found.divergence.text_before),
-                ("this prompt", found.divergence.prompt_text),
-                ("the cached one", found.divergence.cached_text),
-            )
-        )
+        table(_flat(found))
     return 0
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from radixsvc.bench.report import print_metrics
-
-    module = importlib.import_module(f"radixsvc.bench.{args.name}")
-    parser = argparse.ArgumentParser(prog=f"radixsvc bench {args.name}", description=module.__doc__)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    module.add_arguments(parser)
-    parsed = parser.parse_args(args.rest)
-    print_metrics(module.run(parsed), parsed.json)
-    return 0
-
-
-def _tool(args: argparse.Namespace) -> int:
+    """Run a module of `radixsvc.bench`; a tool prints for itself, a benchmark gives figures."""
     module = importlib.import_module(f"radixsvc.bench.{args.name}")
     parser = argparse.ArgumentParser(
-        prog=f"radixsvc {args.name}",
+        prog=f"radixsvc {'' if args.name in TOOLS else 'bench '}{args.name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    code: int = module.run(parser.parse_args(args.rest))
-    return code
+    if args.name in TOOLS:
+        status: int = module.run(parser.parse_args(args.rest))
+        return status
+    from radixsvc.bench.report import print_metrics
+
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parsed = parser.parse_args(args.rest)
+    print_metrics(module.run(parsed), parsed.json)
+    return 0
 
 
 def _text(argument: str) -> str:
@@ -290,14 +250,6 @@ def _text(argument: str) -> str:
         except OSError as error:
             raise SetupError(f"{argument[1:]}: {error.strerror}", 2) from None
     return argument
-
-
-def _show(args: argparse.Namespace, data: dict[str, Any]) -> int:
-    if args.json:
-        print(msgspec.json.encode(data).decode())
-    else:
-        table(_flat(data))
-    return 0
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -121,7 +121,8 @@ static void amx_prepare(const struct rx_tile *t, void *memory) {
                 x[r] = c * 16 + r < t->num_rows ? _mm512_loadu_si512(t->q[c * 16 + r] + 2 * d)
                                                 : _mm512_setzero_si512();
             transpose(x);
-            for (int r = 0; r < 16; r++) _mm512_store_si512(a->q + (c * dim + d) * 16 + r * 32, x[r]);
+            uint16_t *to = a->q + (c * dim + d) * 16;
+            for (int r = 0; r < 16; r++) _mm512_store_si512(to + r * 32, x[r]);
         }
     set_limits(t, a->low, a->high, columns, t->num_rows <= 4 ? COMPACT : ROWS);
     memset(a->p, 0, 2 * CHUNKS * TILE);
@@ -224,11 +225,14 @@ static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, co
         const char *v[2];
         for (int j = 2 * i; j < 2 * i + 2; j++)
             v[j % 2] = j >= b->n ? (const char *)a->zeros
-                       : t->page_size % RUN ? t->v + row_at(t, pos + j) : b->v[j / RUN] + j % RUN * t->row_bytes;
+                       : t->page_size % RUN
+                           ? t->v + row_at(t, pos + j)
+                           : b->v[j / RUN] + j % RUN * t->row_bytes;
         fetch(t, next, 2 * i, 2);
         uint16_t *to = a->v + i / 16 * dim * 32 + i % 16 * 32;
         for (int d = 0; d < dim; d += 32, to += 2 * TILE) {
-            const __m512i x = _mm512_loadu_si512(v[0] + 2 * d), y = _mm512_loadu_si512(v[1] + 2 * d);
+            const __m512i x = _mm512_loadu_si512(v[0] + 2 * d);
+            const __m512i y = _mm512_loadu_si512(v[1] + 2 * d);
             _mm512_store_si512(to, _mm512_unpacklo_epi16(x, y));
             _mm512_store_si512(to + TILE, _mm512_unpackhi_epi16(x, y));
         }
@@ -236,7 +240,8 @@ static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, co
 }
 
 /* o of one column of rows and of 32 or 64 dims += weights . values. */
-INLINE void amx_outputs(const struct amx_scratch *a, float *o, int dim, int d, int chunks, int wide) {
+INLINE void amx_outputs(const struct amx_scratch *a, float *o, int dim, int d, int chunks,
+                        int wide) {
     const int64_t row = 4 * dim;
     finish_stores();
     _tile_loadd(0, o + d, row);
@@ -289,14 +294,18 @@ static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end
         locate(t, pos + BLOCK, pos + BLOCK < ahead ? ahead : pos + BLOCK, &blocks[turn ^ 1]);
         const char *k[BLOCK / 16];
         for (int i = 0; i < BLOCK; i += 16) { /* where there are no tokens, any keys will do */
-            k[i / 16] = in_place ? now->k[i < now->n ? i / RUN : 0] : (const char *)(a->k + i * dim);
+            k[i / 16] = in_place ? now->k[i < now->n ? i / RUN : 0]
+                                 : (const char *)(a->k + i * dim);
             for (int j = i; !in_place && j < i + 16; j++)
-                memcpy(a->k + j * dim, j < now->n ? t->k + row_at(t, pos + j) : (const char *)a->zeros, (size_t)dim * 2);
+                memcpy(a->k + j * dim,
+                       j < now->n ? t->k + row_at(t, pos + j) : (const char *)a->zeros,
+                       (size_t)dim * 2);
         }
         for (int c = 0; c < columns; c += 2)
             if (c + 1 == columns) amx_logits(a, k, dim * 2, dim, 0, c, 1);
             else
-                for (int i = 0; i < tokens; i += 32) amx_logits(a, k + i / 16, dim * 2, dim, i, c, 2);
+                for (int i = 0; i < tokens; i += 32)
+                    amx_logits(a, k + i / 16, dim * 2, dim, i, c, 2);
         pack_values(t, a, now, next, pos, dim, chunks);
         const int masked = pos < t->max_low || pos + tokens > t->min_high;
         const vi *low = masked ? a->low : NULL;
@@ -315,7 +324,8 @@ static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end
             const int rows = t->num_rows - c * 16 < 16 ? t->num_rows - c * 16 : 16;
             if (pos > begin && _mm512_cmp_ps_mask(fix, splat(1), _CMP_NEQ_UQ))
                 for (int r = 0; r < rows; r++)
-                    for (int d = 0; d < dim; d += 16) store(o + r * dim + d, load(o + r * dim + d) * fix[r]);
+                    for (int d = r * dim; d < (r + 1) * dim; d += 16)
+                        store(o + d, load(o + d) * fix[r]);
             for (int d = 0; d < dim; d += 64) amx_outputs(a, o, dim, d, chunks, d + 64 <= dim);
         }
     }
@@ -325,7 +335,8 @@ static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end
         float *part = t->part[r];
         for (int d = 0; d < dim; d += 32) { /* undoes the order of pack_values */
             const vf x = load(o + d), y = load(o + d + 16);
-            const vf even = _mm512_shuffle_f32x4(x, y, 0x44), odd = _mm512_shuffle_f32x4(x, y, 0xee);
+            const vf even = _mm512_shuffle_f32x4(x, y, 0x44);
+            const vf odd = _mm512_shuffle_f32x4(x, y, 0xee);
             store(part + d, _mm512_shuffle_f32x4(even, even, 0xd8));
             store(part + d + 16, _mm512_shuffle_f32x4(odd, odd, 0xd8));
         }

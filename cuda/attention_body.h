@@ -34,7 +34,8 @@ typedef uint16_t vh_any __attribute__((vector_size(VL * 2), aligned(2), may_alia
 
 #if VL == 16
 #define PER_ROW(a, b, c, d) \
-    {a, b, c, d, 4 + a, 4 + b, 4 + c, 4 + d, 8 + a, 8 + b, 8 + c, 8 + d, 12 + a, 12 + b, 12 + c, 12 + d}
+    {a, b, c, d, 4 + a, 4 + b, 4 + c, 4 + d, 8 + a, 8 + b, 8 + c, 8 + d, 12 + a, 12 + b, 12 + c, \
+     12 + d}
 #elif VL == 8
 #define PER_ROW(a, b, c, d) {a, b, c, d, 4 + a, 4 + b, 4 + c, 4 + d}
 #else
@@ -143,7 +144,8 @@ static int padded_dim(const struct rx_layer *layer) { return (layer->head_dim + 
 
 static size_t body_scratch_bytes(const struct rx_layer *layer) {
     const size_t dim = (size_t)padded_dim(layer);
-    return sizeof(struct scratch) + 4 * (2 * MAX_ROWS * dim + MAX_ROWS * BLOCK + 2 * BLOCK * dim) + 4096;
+    const size_t floats = 2 * MAX_ROWS * dim + MAX_ROWS * BLOCK + 2 * BLOCK * dim;
+    return sizeof(struct scratch) + 4 * floats + 4096;
 }
 
 static struct scratch *carve(const struct rx_tile *t, void *memory) {
@@ -204,10 +206,11 @@ INLINE void fetch(const struct rx_tile *t, const struct block *b, int i, int tok
 }
 
 /* The runs of `now` in fp32: where they lie, or widened in scratch. Values of no token are 0. */
-static void open_block(const struct rx_tile *t, struct scratch *s, const struct block *now, int pos, int dim,
-                       const float **k, const float **v) {
+static void open_block(const struct rx_tile *t, struct scratch *s, const struct block *now,
+                       int pos, int dim, const float **k, const float **v) {
     const struct rx_layer *layer = t->layer;
-    const int in_place = layer->dtype == RX_F32 && dim == layer->head_dim && t->page_size % RUN == 0;
+    const int in_place =
+        layer->dtype == RX_F32 && dim == layer->head_dim && t->page_size % RUN == 0;
     for (int i = 0; i * RUN < now->n; i++) {
         float *to_k = s->kv + (size_t)i * RUN * dim, *to_v = to_k + (size_t)BLOCK * dim;
         k[i] = in_place ? (const float *)now->k[i] : to_k;
@@ -294,7 +297,8 @@ INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, enum layout 
         vf x = load(s + g * VL);
         if (cap != 0) x = soft_cap(x, 2 * log2e * layer->scale / layer->softcap, cap);
         if (low) {
-            const int32_t at = pos + (layout == QUADS ? 4 * g : layout == ROWS ? g : g / 4 * 16 + g % 4);
+            const int token = layout == QUADS ? 4 * g : layout == ROWS ? g : g / 4 * 16 + g % 4;
+            const int32_t at = pos + token;
             x = select_vf((at >= *low) & (at < *high), x, splat(-INFINITY));
         }
         if (low || cap != 0) store(s + g * VL, x);
@@ -341,8 +345,8 @@ static void all_outputs(struct scratch *s, const float *const *v, int n, int gro
         int g = 0;
 #define OUTPUTS(VECS, NUM)                                                                     \
     for (; groups - g >= NUM; g += NUM)                                                        \
-    outputs(s->s + (size_t)r * GROUPS * VL, v, n, 4 * g, s->o + ((size_t)r * groups + g) * VL, groups, s->fix + r, \
-            VECS, NUM)
+    outputs(s->s + (size_t)r * GROUPS * VL, v, n, 4 * g, s->o + ((size_t)r * groups + g) * VL, \
+            groups, s->fix + r, VECS, NUM)
         if (take == OUTPUT_VECS) {
             OUTPUTS(OUTPUT_VECS, OUTPUT_GROUPS);
             OUTPUTS(OUTPUT_VECS, 1);
@@ -374,13 +378,14 @@ static void body_attend(const struct rx_tile *t, void *memory, int begin, int en
         all_logits(t, s, k, padded, groups, vecs, next);
         const int masked = pos < t->max_low || pos + padded > t->min_high;
         for (int r = 0; r < vecs; r++)
-            s->fix[r] = weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, QUADS, pos, masked ? &s->low[r] : NULL,
-                              &s->high[r], &s->m[r], &s->l[r]);
+            s->fix[r] = weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, QUADS, pos,
+                              masked ? &s->low[r] : NULL, &s->high[r], &s->m[r], &s->l[r]);
         all_outputs(s, v, padded, groups, vecs);
     }
     for (int r = 0; r < t->num_rows; r++) {
         const int vec = r / ROWS_PER_VEC, lane = r % ROWS_PER_VEC * 4;
-        const float *o = s->o + (size_t)vec * groups * VL + lane, *l = (const float *)&s->l[vec] + lane;
+        const float *o = s->o + (size_t)vec * groups * VL + lane;
+        const float *l = (const float *)&s->l[vec] + lane;
         float *part = t->part[r], *end_of_o = part + rx_part_stride(layer->head_dim) - 16;
         for (int g = 0; g < groups; g++) memcpy(part + 4 * g, o + (size_t)g * VL, 16);
         for (float *rest = part + dim; rest < end_of_o; rest++) *rest = 0;
@@ -394,7 +399,8 @@ static void body_fold(float *total, const float *part, int num_rows, int head_di
     for (int r = 0; r < num_rows; r++, total += stride, part += stride) {
         const float m = total[width] > part[width] ? total[width] : part[width];
         const float a = exp2_scalar(total[width] - m), b = exp2_scalar(part[width] - m);
-        for (int d = 0; d < width; d += VL) store(total + d, load(total + d) * a + load(part + d) * b);
+        for (int d = 0; d < width; d += VL)
+            store(total + d, load(total + d) * a + load(part + d) * b);
         total[width] = m;
         total[width + 1] = total[width + 1] * a + part[width + 1] * b;
     }

@@ -105,7 +105,8 @@ static char *cache_row(const struct plan *p, int s, int head, int value, int32_t
     const int32_t ps = p->batch->page_size;
     const int64_t page = p->batch->pages[p->batch->page_indptr[s] + pos / ps];
     const int64_t row = ((int64_t)value * l->kv_heads + head) * ps + pos % ps;
-    return (char *)l->pool + (page * l->page_stride + l->layer_offset + row * l->head_dim) * p->item;
+    const int64_t at = page * l->page_stride + l->layer_offset + row * l->head_dim;
+    return (char *)l->pool + at * p->item;
 }
 
 static void append_token(void *context, int64_t token) {
@@ -149,7 +150,8 @@ static void open_tile(const struct plan *p, struct rx_tile *t, int s, int head) 
     t->end = t->max_low = 0;
 }
 
-static void add_row(const struct plan *p, struct rx_tile *t, int s, int head, int row, float *part) {
+static void add_row(const struct plan *p, struct rx_tile *t, int s, int head, int row,
+                    float *part) {
     const struct rx_layer *l = p->layer;
     const int r = t->num_rows++, q_head = head * p->group_size + row % p->group_size;
     const int32_t i = row / p->group_size;
@@ -168,7 +170,8 @@ static void add_row(const struct plan *p, struct rx_tile *t, int s, int head, in
     if (high < t->min_high) t->min_high = high;
 }
 
-static void attend_split(const struct plan *p, const struct rx_tile *t, void *scratch, int split, int ahead) {
+static void attend_split(const struct plan *p, const struct rx_tile *t, void *scratch, int split,
+                         int ahead) {
     const int first = split * SPLIT, begin = t->begin > first ? t->begin / BLOCK * BLOCK : first;
     const int end = t->end < first + SPLIT ? t->end : first + SPLIT;
     p->kernel->attend(t, scratch, begin, end, ahead < t->end ? ahead : t->end);
@@ -273,7 +276,8 @@ static int64_t make_plan(struct plan *p, int64_t *tiles, int64_t *slots) {
             rows += q_len(b, b->group_seqs[i]) * p->group_size;
             p->shared[b->group_seqs[i]] = splits;
         }
-        p->first_group_job[g + 1] = p->first_group_job[g] + (int64_t)num_tiles(rows) * heads * splits;
+        const int64_t jobs_of_group = (int64_t)num_tiles(rows) * heads * splits;
+        p->first_group_job[g + 1] = p->first_group_job[g] + jobs_of_group;
     }
     for (int s = 0; s < b->num_seqs; s++) {
         const int64_t rest = b->kv_lens[s] - p->shared[s] * (int64_t)SPLIT;

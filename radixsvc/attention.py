@@ -98,7 +98,7 @@ class RaggedBatch:
         share_prefixes: bool = True,
     ) -> RaggedBatch:
         """ValueError where lengths are negative, disagree, or exceed a sequence's page table."""
-        queries, contexts = np.asarray(q_lens, np.int32), np.asarray(kv_lens, np.int32)
+        queries, contexts = np.array(q_lens, np.int32), np.array(kv_lens, np.int32)
         if not queries.ndim == contexts.ndim == 1 or not (
             len(queries) == len(contexts) == len(page_tables)
         ):
@@ -129,7 +129,6 @@ class RaggedBatch:
             if share_prefixes
             else SharedGroups(*(np.zeros(n, np.int32) for n in (1, 0, 0)))
         )
-        contexts = np.ascontiguousarray(contexts)
         handle = _kernels.batch(
             len(queries),
             int(cu_seqlens_q[-1]),

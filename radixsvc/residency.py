@@ -92,6 +92,10 @@ class Residency:
         self._for_disk: deque[Node] = deque()
         self._ahead_clock = -1
 
+    @property
+    def is_moving(self) -> bool:
+        return bool(self._moves or self._for_disk)
+
     def tier(self, level: int) -> Tier:
         tier = self._tiers[level]
         if tier is None:
@@ -126,11 +130,8 @@ class Residency:
                 break
         if self._tiers[HOST] is not None and self.policy.write != "none":
             self._copy_down(tails, DEVICE, HOST)
-        going = [len(node.device) // PAGE_ID_BYTES - first for node, first in tails]
-        evicted = 0
-        for (node, _), count in zip(tails, going, strict=True):
-            if node.parent is not None:  # an eviction may merge nodes
-                evicted += self.tree.cut(node, DEVICE, count)
+        # The same pages, but maybe of other nodes: room on the host may have merged some.
+        evicted = self.tree.evict(num_pages)
         self.free_dropped()
         self.counters["evicted"] += evicted
         return evicted

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 
 from aiohttp import web
 
@@ -122,8 +123,7 @@ async def _bring_up(
             notifier.loading(60)
             await asyncio.sleep(0.02)
         await api_prefix.warm_named_prompts(edge)
-        log.info("ready: %s on http://%s:%d", backend.model_name, edge.config.server.host,
-                 edge.config.server.port)  # fmt: skip
+        log.info("ready: %s", backend.model_name)
         notifier.ready(f"serving {backend.model_name}")
 
         def is_alive() -> bool:
@@ -145,24 +145,13 @@ async def _bring_up(
 
 def _on_daemon_thread(function: Callable[[], Backend]) -> asyncio.Future[Backend]:
     """`function` on a thread that does not keep the process from ending: loading takes minutes."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Backend] = loop.create_future()
-
-    def settle(result: Backend | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        elif result is not None:
-            future.set_result(result)
+    future: Future[Backend] = Future()
 
     def run() -> None:
         try:
-            result, error = function(), None
-        except BaseException as caught:
-            result, error = None, caught
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
     threading.Thread(target=run, name=LOADER, daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from radixsvc.bench import simulate, workloads
 from radixsvc.bench.history import Prompt, trace_history, workload_history
-from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix
+from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix, tiered
 from radixsvc.cli import main
 from radixsvc.errors import SetupError
+from radixsvc.residency import TierPolicy
 
 
 def prompts(*paths: str) -> list[Prompt]:
@@ -175,6 +177,32 @@ def test_radix_stays_below_the_optimum(spelled: list[str]) -> None:
     radix = Radix(6, 2)
     assert sum(hits(radix, history)) <= sum(hits(Optimum(12, history), history))
     radix.cache.check()
+
+
+@pytest.mark.parametrize("write", ["back", "through"])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(spelled=st.lists(st.text("abc", min_size=1, max_size=8), min_size=1, max_size=30))
+def test_tiers_stay_below_the_optimum_of_all(
+    write: Literal["back", "through"], spelled: list[str]
+) -> None:
+    history = prompts(*spelled)
+    tiers = tiered((6, 4, 6), 2, (0.0, 0.0, 1.0), TierPolicy(write=write, disk_after=1))
+    assert sum(hits(tiers, history)) <= sum(hits(Optimum(32, history), history))
+    tiers.cache.check()
+
+
+def test_tiers_bring_back_what_the_device_evicted() -> None:
+    """Three prompts of 4 pages in turn, 6 pages on the device: only a lower tier can hit."""
+    history = prompts(*["aaaaaaaa", "bbbbbbbb", "cccccccc"] * 3)
+    assert sum(hits(Radix(6, 2), history)) < sum(hits(Optimum(12, history), history))
+    cheap, dear = (0.1, 0.1, 1.0), (2.0, 2.0, 1.0)
+    host = tiered((6, 20, 0), 2, cheap, TierPolicy())
+    found = [host.serve(prompt) for prompt in history]
+    assert [(f.device + f.host, f.disk) for f in found[3:]] == [(6, 0)] * 6
+    disk = tiered((6, 0, 20), 2, cheap, TierPolicy(disk_after=1))
+    assert any(disk.serve(prompt).disk for prompt in history)
+    slow = tiered((6, 20, 0), 2, dear, TierPolicy())
+    assert hits(slow, history) == hits(Radix(6, 2), history)
 
 
 def simulate_on(tmp_path: Path, *options: str) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tiers.base import Chain, Footprint, Tier
+from tiers.base import Chain, Footprint, StoredPage, Tier
 from tiers.mover import Edge, Ticket
 from tiers.page import InvariantError, PageIds, PageLedger, PageState
 
@@ -34,6 +34,13 @@ class LedgerTier(PageLedger):
 
     def close(self) -> None:
         """There is nothing to give back."""
+
+    def take_recovered(self) -> list[StoredPage]:
+        """A disk's pages from before: none."""
+        return []
+
+    def flush(self) -> None:
+        """Nothing was stored."""
 
 
 class InstantMover:

@@ -17,14 +17,16 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from radixsvc.bench.history import Prompt, common_len
-from radixsvc.bench.ledgers import LedgerTier
-from radixsvc.cache import PrefixCache
+from radixsvc.bench.ledgers import InstantMover, LedgerTier
+from radixsvc.cache import Lower, PrefixCache
 from radixsvc.request import Sources
+from radixsvc.residency import TierPolicy
+from tiers.mover import Mover
 
 NEVER = np.iinfo(np.int64).max
 
@@ -92,21 +94,57 @@ class Paged:
 
 
 class Radix:
-    """This product's cache over `num_pages` pages of `page_size` tokens."""
+    """This product's cache over `num_pages` pages of `page_size` tokens, `lower` below them."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.cache = PrefixCache(LedgerTier("device", num_pages), page_size)
+    def __init__(self, num_pages: int, page_size: int, lower: Lower | None = None) -> None:
+        self.cache = PrefixCache(LedgerTier("device", num_pages), page_size, lower=lower)
 
     def serve(self, prompt: Prompt) -> Sources:
-        if self.cache.num_pages_for(prompt.total_len) > self.cache.device.num_pages:
+        cache = self.cache
+        if cache.num_pages_for(prompt.total_len) > cache.device.num_pages:
             return Sources(0, 0, 0, prompt.prompt_len)
+        cache.poll()
         tokens = prompt.tokens()
-        lease = self.cache.acquire("", tokens[: prompt.prompt_len])
+        lease = cache.acquire("", tokens[: prompt.prompt_len])
+        while not lease.poll():
+            cache.poll()
         lease.extend(prompt.total_len)
         lease.append(tokens[prompt.prompt_len :])
         lease.commit(prompt.total_len)
         lease.release()
         return Sources(*lease.sources, prompt.prompt_len - lease.cached_len)
+
+
+def tiered(
+    num_pages: tuple[int, int, int],
+    page_size: int,
+    seconds_per_token: tuple[float, float, float],
+    policy: TierPolicy,
+) -> Radix:
+    """The radix cache with pages on device, host and disk.
+
+    `seconds_per_token` are those of loading from host, from disk, and of computing: what the
+    service measures, and decides promotion by.
+    """
+    device, host, disk = num_pages
+    from_host, from_disk, computed = seconds_per_token
+    mover = InstantMover(
+        {
+            ("host", "device"): from_host * page_size,
+            ("disk", "device"): from_disk * page_size,
+        }
+    )
+    lower = Lower(
+        cast(Mover, mover),
+        LedgerTier("host", host) if host else None,
+        LedgerTier("disk", disk) if disk else None,
+        fingerprint=bytes(32),
+        policy=policy,
+    )
+    radix = Radix(device, page_size, lower)
+    assert radix.cache.residency is not None
+    radix.cache.residency.seconds_per_token = computed
+    return radix
 
 
 class Optimum:

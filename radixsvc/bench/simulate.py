@@ -23,11 +23,12 @@ from typing import NamedTuple
 import numpy as np
 
 from radixsvc.bench.history import Prompt, trace_history, workload_history
-from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix
+from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix, tiered
 from radixsvc.bench.report import Metric, format_rows
 from radixsvc.bench.workloads import WORKLOADS, add_workload_arguments, build_workload
 from radixsvc.config import Size
 from radixsvc.errors import SetupError
+from radixsvc.residency import TierPolicy
 
 TTFT_COLUMNS = ("mean", "p50", "p95")
 
@@ -45,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-rate", type=float, default=10_000.0, help="tokens/s computed on one device")
     add("--host-bandwidth", type=size, default="20GB", help="host to device, a second")
     add("--disk-bandwidth", type=size, default="4GB", help="disk to device, a second")
+    tiers = TierPolicy()
+    add("--write", choices=("through", "back", "none"), default=tiers.write, help="to the host")
+    add("--through-after", type=int, default=tiers.through_after, help="uses until it is written")
+    add("--disk-after", type=int, default=tiers.disk_after, help="uses until disk takes it")
+    add("--promote", choices=("cost", "always", "never"), default=tiers.promote)
     add("--concurrency", type=int, default=8, help="sessions of a workload at once")
     add("--json", action="store_true", help="for programs")
     add_workload_arguments(parser)
@@ -65,40 +71,35 @@ def sizes(text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Memory of each tier in pages, and what a token takes."""
+class Setting:
+    """What policies are given: pages of memory on each tier, and what a token costs.
 
-    device: int
-    host: int
-    disk: int
+    `seconds` a token: of loading it from host, of loading it from disk, of computing it.
+    """
+
+    pages: tuple[int, int, int]
     page_size: int
+    seconds: tuple[float, float, float]
+    tiers: TierPolicy
 
     @property
     def device_tokens(self) -> int:
-        return self.device * self.page_size
+        return self.pages[0] * self.page_size
 
     @property
     def all_tokens(self) -> int:
-        return (self.device + self.host + self.disk) * self.page_size
+        return sum(self.pages) * self.page_size
 
 
-POLICIES: dict[str, Callable[[Budget, Sequence[Prompt]], Policy]] = {
-    "none": lambda budget, history: NoCache(),
-    "linear": lambda budget, history: Linear(budget.device_tokens),
-    "paged": lambda budget, history: Paged(budget.device, budget.page_size),
-    "radix": lambda budget, history: Radix(budget.device, budget.page_size),
-    "optimum": lambda budget, history: Optimum(budget.device_tokens, history),
-    "optimum of all": lambda budget, history: Optimum(budget.all_tokens, history),
+POLICIES: dict[str, Callable[[Setting, Sequence[Prompt]], Policy]] = {
+    "none": lambda at, history: NoCache(),
+    "linear": lambda at, history: Linear(at.device_tokens),
+    "paged": lambda at, history: Paged(at.pages[0], at.page_size),
+    "radix": lambda at, history: Radix(at.pages[0], at.page_size),
+    "tiers": lambda at, history: tiered(at.pages, at.page_size, at.seconds, at.tiers),
+    "optimum": lambda at, history: Optimum(at.device_tokens, history),
+    "optimum of all": lambda at, history: Optimum(at.all_tokens, history),
 }
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a token costs by where it comes from, in seconds."""
-
-    computed: float
-    host: float
-    disk: float
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,13 @@ class Result:
     seconds: float  # the simulation took
 
 
-def replay(name: str, history: Sequence[Prompt], budget: Budget, costs: Costs) -> Result:
-    policy = POLICIES[name](budget, history)
+def replay(name: str, history: Sequence[Prompt], setting: Setting) -> Result:
+    policy = POLICIES[name](setting, history)
     started = time.perf_counter()
     found = np.array([_as_row(policy, prompt) for prompt in history], np.int64).reshape(-1, 4)
     seconds = time.perf_counter() - started
     later = np.array([prompt.turn > 0 for prompt in history], np.bool_)
-    ttft = found @ np.array([0.0, costs.host, costs.disk, costs.computed])
+    ttft = found @ np.array([0.0, *setting.seconds])
     total = max(1, int(found.sum()))
     device, host, disk, computed = (int(n) for n in found.sum(axis=0))
     return Result(
@@ -135,7 +136,7 @@ def replay(name: str, history: Sequence[Prompt], budget: Budget, costs: Costs) -
         disk=disk / total,
         later_hit=float(found[later, :3].sum() / max(1, found[later].sum())),
         saved_tokens=total - computed,
-        too_long=sum(prompt.total_len > budget.device_tokens for prompt in history),
+        too_long=sum(prompt.total_len > setting.device_tokens for prompt in history),
         ttft=_quantiles(ttft),
         later_ttft=_quantiles(ttft[later]),
         seconds=seconds,
@@ -167,13 +168,8 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in names if name not in POLICIES]
     if unknown:
         raise SetupError(f"--policies: {unknown[0]!r} is none of {', '.join(POLICIES)}", 2)
-    costs = Costs(
-        computed=1 / args.prefill_rate,
-        host=args.bytes_per_token / args.host_bandwidth,
-        disk=args.bytes_per_token / args.disk_bandwidth,
-    )
     cases = build_cases(args)
-    rows = [(case, [simulate(name, case, args, costs) for name in names]) for case in cases]
+    rows = [(case, [simulate(name, case, args) for name in names]) for case in cases]
     if args.json:
         json.dump([asdict(m) for m in metrics(rows)], sys.stdout, indent=1)
         print()
@@ -196,12 +192,21 @@ def build_cases(args: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def simulate(name: str, case: Case, args: argparse.Namespace, costs: Costs) -> Result:
+def simulate(name: str, case: Case, args: argparse.Namespace) -> Result:
     page_bytes = args.page_size * args.bytes_per_token
-    pages = (case.device // page_bytes, args.host // page_bytes, args.disk // page_bytes)
     if not args.json and sys.stderr.isatty():
         print(f"{case.label}: {name} ...", end="\x1b[K\r", file=sys.stderr, flush=True)
-    return replay(name, case.history, Budget(*pages, args.page_size), costs)
+    setting = Setting(
+        (case.device // page_bytes, args.host // page_bytes, args.disk // page_bytes),
+        args.page_size,
+        (
+            args.bytes_per_token / args.host_bandwidth,
+            args.bytes_per_token / args.disk_bandwidth,
+            1 / args.prefill_rate,
+        ),
+        TierPolicy(args.write, args.through_after, args.disk_after, args.promote),
+    )
+    return replay(name, case.history, setting)
 
 
 def load_history(args: argparse.Namespace) -> list[Prompt]:

@@ -217,6 +217,21 @@ class PrefixCache:
         if self.residency is not None:
             self.residency.poll()
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether copies between tiers are under way or due: `poll` has something to do."""
+        return self.residency is not None and self.residency.is_moving
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What computing a prompt's token takes, to weigh loading against; 0 while not known."""
+        return 0.0 if self.residency is None else self.residency.seconds_per_token
+
+    @seconds_per_token.setter
+    def seconds_per_token(self, seconds: float) -> None:
+        if self.residency is not None:
+            self.residency.seconds_per_token = seconds
+
     # -- leases -------------------------------------------------------------------------------
 
     def acquire(

@@ -100,6 +100,7 @@ class Engine:
         self._touched: dict[TokenStream, None] = {}
         self._draining = False
         self._stopping = False
+        self._save_until = 0.0
         self._last_progress = time.monotonic()
         self._steps = 0
         self._checked_at = -1
@@ -169,6 +170,7 @@ class Engine:
         end = time.monotonic() + deadline
         while self._requests and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.02)
+        self._save_until = end
         self._stopping = True
         self._wakeup.set()
         self._thread.join()
@@ -213,6 +215,7 @@ class Engine:
                             self._wait(0.001)
                     else:
                         self._idle()
+                self.cache.save(self._save_until - time.monotonic())
         except BaseException as error:
             self.failed = error
             self._draining = True
@@ -238,6 +241,7 @@ class Engine:
             self._run(scheduled)
             self._step_seconds = time.perf_counter() - started
             self.sizer.record(num_prefill, num_decode, self._step_seconds)
+            self.cache.seconds_per_token = self.sizer.seconds_per_token
             self._steps += 1
             self._last_progress = time.monotonic()
         self._wake_streams()
@@ -261,8 +265,9 @@ class Engine:
             gc.freeze()
             self._checked_at = self._steps
         self._last_progress = time.monotonic()
+        self.cache.poll()
         if not self._inbox:
-            self._wait(self.config.idle_check_seconds)
+            self._wait(0.005 if self.cache.is_moving else self.config.idle_check_seconds)
 
     def _warm_up(self) -> None:
         """Real forward passes, for readiness and for a first estimate of the speed."""
@@ -275,6 +280,7 @@ class Engine:
             self._forward_parts([(tokens[:n], 0, lease.page_table)])
             self.sizer.record(n if n > 1 else 0, 1, time.perf_counter() - started)
         lease.release()
+        self.cache.seconds_per_token = self.sizer.seconds_per_token
         self._last_progress = time.monotonic()
         self.ready = True
 

@@ -294,6 +294,7 @@ class RadixTree:
             if child.refs == 1:
                 self._leave(child)
             child.last_use = self.clock
+            child.uses += 1
             child.priority = max(child.priority, priority)
             start = pos // page_bytes * PAGE_ID_BYTES
             size = len(child.tokens) // page_bytes * PAGE_ID_BYTES
@@ -688,7 +689,7 @@ class RadixTree:
         assert parent.children is not None
         parent.children.replace(node, child)
         child.tokens = node.tokens + child.tokens
-        child.uses = min(child.uses, node.uses)
+        child.uses = max(child.uses, node.uses)
         child.parent = parent
         node.parent = node.children = None
         node.device = node.host = node.disk = b""

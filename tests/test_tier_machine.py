@@ -7,18 +7,19 @@ its page table the right prefixes, and every page of every tier must have one ow
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
 import pytest
-from test_tree_machine import Integers, Machine, ModelDevice
+from test_tree_machine import CopyFailed, Integers, Machine, ModelDevice
 
 from radixsvc.cache import Lease, Lower, PrefixCache
 from radixsvc.node import DISK, HOST
 from radixsvc.residency import TierPolicy
 from tiers.base import Chain, Record, StoredPage
 from tiers.mover import Ticket
-from tiers.page import InvariantError, OutOfPages, PageIds, PageState
+from tiers.page import OutOfPages, PageIds, PageState
 
 FINGERPRINT = b"f" * 32
 
@@ -129,11 +130,10 @@ class TierMachine(Machine):
             self.restart()
 
     def acquire(self) -> None:
-        self.device.fail_next = self.pick([None, None, RuntimeError])
+        self.device.fail_next = self.pick([None, None, CopyFailed])
         try:
             lease = self.begin()
-        except RuntimeError as error:
-            assert not isinstance(error, InvariantError)
+        except CopyFailed:
             return
         finally:
             self.device.fail_next = None
@@ -160,9 +160,9 @@ class TierMachine(Machine):
             return
         at = self.draw(0, len(self.leases) - 1)
         lease, generation = self.leases[at]
-        if lease.moves and all(move.ok is not None for move in lease.moves):
-            if not all(move.ok for move in lease.moves):
-                generation = self.generation  # it is matched again, perhaps after a flush
+        ends = [move.ok for move in lease.moves]
+        if None not in ends and False in ends:
+            generation = self.generation  # it is matched again, perhaps after a flush
         self.leases[at] = lease, generation
         if self.see(lease, generation):
             self.compute_for(lease, generation)
@@ -199,10 +199,8 @@ class TierMachine(Machine):
             super().finish(lease)
 
     def press(self) -> None:
-        try:
+        with contextlib.suppress(OutOfPages):
             self.device.free(self.cache.allocate(self.draw(1, 6)))
-        except OutOfPages:
-            pass
 
     def check(self) -> None:
         self.cache.check()

@@ -23,6 +23,10 @@ T = TypeVar("T")
 Integers = Callable[[int, int], int]
 
 
+class CopyFailed(Exception):
+    """What a device's copy raises when told to fail."""
+
+
 class ModelDevice(PageLedger):
     """Pages of prefixes. The next allocation or copy fails when told to."""
 
@@ -38,9 +42,9 @@ class ModelDevice(PageLedger):
         return super().allocate(n, state)
 
     def copy_page(self, source: int, target: int) -> None:
-        if self.fail_next is RuntimeError:
+        if self.fail_next is CopyFailed:
             self.fail_next = None
-            raise RuntimeError("told to fail")
+            raise CopyFailed
         assert self.states[target] == PageState.WRITING
         self.content[target] = list(self.content[source])
 
@@ -109,11 +113,11 @@ class Machine:
         namespace = self.pick(self.namespaces)
         best = self.longest(namespace, tokens)
         assert self.cache.match(namespace, np.array(tokens, np.int32)).length == best
-        self.device.fail_next = self.pick([None, None, OutOfPages, RuntimeError])
+        self.device.fail_next = self.pick([None, None, OutOfPages, CopyFailed])
         writing = self.device.count()["writing"]
         try:
             lease = self.cache.acquire(namespace, np.array(tokens, np.int32))
-        except RuntimeError:
+        except CopyFailed:
             assert self.device.count()["writing"] == writing
             return
         finally:

@@ -1,0 +1,204 @@
+"""Real pages through device, host, disk and a restart: what a lease reads is what was written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from radixsvc.cache import Lease, Lower, PrefixCache, namespace_key
+from radixsvc.residency import TierPolicy
+from tiers.copy import CpuStream, compute_fence
+from tiers.device import DeviceTier
+from tiers.disk import DiskTier
+from tiers.host import HostTier
+from tiers.mover import Mover
+from tiers.page import PageShape
+
+CPU = torch.device("cpu")
+SHAPE = PageShape.uniform(2, 1, 8, 4, "float32")
+TEAM = namespace_key("team")
+ALWAYS = TierPolicy(write="back", promote="always")
+
+
+class Rig:
+    """A cache over real tiers. A token's keys and values are its position and its id."""
+
+    def __init__(
+        self, folder: Path, device: int = 8, host: int = 32, disk: int = 64,
+        policy: TierPolicy = ALWAYS,
+    ) -> None:  # fmt: skip
+        self.device = DeviceTier(SHAPE, device, CPU)
+        self.host = HostTier(SHAPE.nbytes, host) if host else None
+        limit = disk * 8192 + 8192
+        self.disk = DiskTier(folder, SHAPE.nbytes, limit, b"w" * 32, 100) if disk else None
+        memory = [self.device, self.host] if self.host else [self.device]
+        stores = [self.disk] if self.disk else []
+        self.mover = Mover(memory, stores, CpuStream(), CpuStream(), compute_fence(CPU))
+        self.cache = PrefixCache(
+            self.device, 4, lower=Lower(self.mover, self.host, self.disk, b"w" * 32, policy)
+        )
+
+    def settle(self) -> None:
+        """Let what is under way in the background end."""
+        end = time.monotonic() + 10
+        while self.cache.is_moving and time.monotonic() < end:
+            self.cache.poll()
+            time.sleep(0.001)
+        assert not self.cache.is_moving
+        self.cache.check()
+
+    def acquire(self, tokens: np.ndarray) -> Lease:
+        lease = self.cache.acquire(TEAM, tokens)
+        end = time.monotonic() + 10
+        while not lease.poll() and time.monotonic() < end:
+            self.cache.poll()
+        self.cache.check()
+        self.verify(lease, lease.cached_len)
+        return lease
+
+    def run(self, tokens: np.ndarray) -> tuple[int, int, int]:
+        """A whole request; where its tokens came from."""
+        lease = self.acquire(tokens)
+        lease.extend(len(tokens))
+        for i in range(lease.cached_len, len(tokens)):
+            row = self.device.pool[lease.page_table[i // 4]].view(-1, 4, 8)
+            row[:, i % 4, 0::2] = i
+            row[:, i % 4, 1::2] = float(tokens[i])
+        lease.commit(len(tokens))
+        self.verify(lease, len(tokens))
+        lease.release()
+        self.settle()
+        return tuple(lease.sources)
+
+    def verify(self, lease: Lease, n: int) -> None:
+        for i in range(n):
+            row = self.device.pool[lease.page_table[i // 4]].view(-1, 4, 8)[:, i % 4]
+            assert (row[:, 0::2] == i).all()
+            assert (row[:, 1::2] == float(lease.tokens[i])).all()
+
+    def close(self) -> None:
+        self.mover.close()
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.close()
+
+
+def prompt(seed: int, n: int = 16) -> np.ndarray:
+    return (np.arange(n) * 7 + 1000 * seed).astype(np.int32)
+
+
+def test_demoted_to_the_host_and_promoted_back(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, disk=0)
+    for seed in range(6):  # 24 pages through a device of 8
+        assert rig.run(prompt(seed)) == (0, 0, 0)
+    assert rig.cache.match(TEAM, prompt(0)).host == 12
+    assert rig.run(prompt(0)) == (0, 12, 0)
+    assert rig.run(prompt(0)) == (15, 0, 0)
+    rig.close()
+
+
+@pytest.mark.parametrize("n", range(13, 22))
+def test_every_length_around_a_page_s_end(tmp_path: Path, n: int) -> None:
+    rig = Rig(tmp_path)
+    rig.run(prompt(0, n))
+    for seed in range(1, 6):
+        rig.run(prompt(seed))
+    sources = rig.run(np.append(prompt(0, n), [5, 6]).astype(np.int32))
+    assert sum(sources) >= n - n % 4
+    rig.close()
+
+
+def test_found_again_after_a_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.run(prompt(0))
+    rig.run(prompt(0))  # a second use: it goes to disk
+    rig.run(prompt(1))
+    rig.cache.save(10.0)
+    rig.close()
+    again = Rig(tmp_path)
+    assert again.run(prompt(0)) == (0, 0, 12)
+    assert again.run(prompt(1)) == (0, 0, 12)
+    assert again.cache.acquire(namespace_key("other"), prompt(0)).cached_len == 0
+    again.close()
+
+
+def test_killed_without_a_word_keeps_what_was_used_twice(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.run(prompt(0))
+    rig.run(prompt(0))
+    rig.run(prompt(1))
+    rig.close()
+    again = Rig(tmp_path)
+    assert again.run(prompt(0)) == (0, 0, 12)
+    assert again.run(prompt(1)) == (0, 0, 0)
+    again.close()
+
+
+def test_a_flipped_bit_is_a_miss_and_gone(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, host=0, device=8)
+    rig.run(prompt(0))
+    rig.run(prompt(0))
+    for seed in range(1, 4):
+        rig.run(prompt(seed))
+    [segment] = [f for f in tmp_path.iterdir() if f.stat().st_size > 100_000]
+    data = bytearray(segment.read_bytes())
+    for at in range(4096, len(data), 8192):
+        data[at + 50] ^= 1
+    segment.write_bytes(data)
+    assert rig.run(prompt(0)) == (0, 0, 0)
+    assert rig.cache.stats().lost_pages >= 1
+    assert rig.cache.match(TEAM, prompt(0)).device == 15
+    rig.close()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_of_no_or_one_page(tmp_path: Path, host: int) -> None:
+    rig = Rig(tmp_path, host=host, disk=0, device=5)
+    for seed in [0, 1, 2, 0, 1, 2]:
+        rig.run(prompt(seed))
+    rig.close()
+
+
+def test_flush_empties_every_tier_for_good(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for seed in (0, 0, 1, 2):
+        rig.run(prompt(seed))
+    rig.cache.flush()
+    rig.settle()
+    assert rig.run(prompt(0)) == (0, 0, 0)
+    rig.close()
+    again = Rig(tmp_path)
+    assert again.cache.match(TEAM, prompt(1)).length == 0
+    again.close()
+
+
+def test_loading_is_not_chosen_where_computing_is_cheaper(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, disk=0, policy=TierPolicy(promote="cost"))
+    rig.cache.seconds_per_token = 1e-12
+    for seed in range(4):
+        rig.run(prompt(seed))
+    assert rig.run(prompt(0)) == (0, 0, 0)
+    rig.cache.seconds_per_token = 1.0
+    assert rig.run(prompt(1)) == (0, 12, 0)
+    rig.close()
+
+
+def test_two_requests_wait_for_one_load(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, disk=0)
+    for seed in range(4):
+        rig.run(prompt(seed))
+    first = rig.cache.acquire(TEAM, prompt(0))
+    second = rig.cache.acquire(TEAM, prompt(0))
+    assert second.page_table.tolist() == first.page_table.tolist()
+    assert (first.sources.host, second.sources.device) == (12, 12)
+    first.release()  # cancelled while it loads
+    while not second.poll():
+        rig.cache.poll()
+    rig.verify(second, second.cached_len)
+    second.release()
+    rig.settle()
+    rig.close()

@@ -50,7 +50,9 @@ async def stats(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
     require_admin(request)
-    body = request.app[EDGE].metrics.render()
+    edge = request.app[EDGE]
+    cache = await on_engine(edge.ready_backend(), lambda cache: cache.stats())
+    body = edge.metrics.render(cache)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

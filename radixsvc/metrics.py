@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from radixsvc.cache import CacheStats
 from radixsvc.engine import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -19,6 +20,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._engine: _EngineCollector | None = None
         self._counters: dict[tuple[str, int], Counter] = {}  # looking labels up is not free
         self.requests = Counter(
             "radixsvc_requests", "HTTP requests", ["route", "status"], registry=self.registry
@@ -45,41 +47,50 @@ class Metrics:
 
     def watch(self, stats: Callable[[], EngineStats]) -> None:
         """Add the engine's figures to every scrape from now on."""
-        self.registry.register(_EngineCollector(stats))
+        self._engine = _EngineCollector(stats)
+        self.registry.register(self._engine)
 
-    def render(self) -> bytes:
+    def render(self, cache: CacheStats) -> bytes:
+        """The text of a scrape; `cache` comes from the engine's thread."""
+        if self._engine is not None:
+            self._engine.cache = cache
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
+        self.cache: CacheStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        tokens = CounterMetricFamily(
-            "radixsvc_prompt_tokens", "Prompt tokens by the source of their keys and values",
-            labels=["source"],
-        )  # fmt: skip
-        for source in ("device", "host", "disk", "computed"):
-            tokens.add_metric([source], getattr(stats.sources, source))
-        yield tokens
-        finished = CounterMetricFamily(
-            "radixsvc_finished_requests", "Requests by the reason they ended", labels=["reason"]
-        )
-        for reason, count in stats.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
-        pages = GaugeMetricFamily("radixsvc_device_pages", "Pages by state", labels=["state"])
-        for state, count in stats.pages.items():
-            pages.add_metric([state], count)
-        yield pages
-        for name, text, value in (
-            ("steps", "Engine steps", stats.steps),
-            ("generated_tokens", "Tokens sampled", stats.generated_tokens),
-            ("recomputed_tokens", "Tokens computed again", stats.recomputed_tokens),
-            ("preemptions", "Requests put back into the queue", stats.preemptions),
-        ):
-            yield CounterMetricFamily(f"radixsvc_{name}", text, value=value)
+        sources = {n: getattr(stats.sources, n) for n in ("device", "host", "disk", "computed")}
+        yield _labelled("prompt_tokens", "Prompt tokens by source", "source", sources)
+        yield _labelled("finished_requests", "Requests by outcome", "reason", stats.finished)
+        counts = {
+            "steps": stats.steps,
+            "generated_tokens": stats.generated_tokens,
+            "recomputed_tokens": stats.recomputed_tokens,
+            "preemptions": stats.preemptions,
+        }
+        if self.cache is not None:
+            for name in ("evicted_pages", "lost_pages", "duplicate_pages", "ghost_tokens"):
+                counts[name] = getattr(self.cache, name)
+            pages = GaugeMetricFamily(
+                "radixsvc_pages", "Pages by tier and state", labels=["tier", "state"]
+            )
+            for tier, states in self.cache.pages.items():
+                for state, count in states.items():
+                    pages.add_metric([tier, state], count)
+            yield pages
+        for name, count in counts.items():
+            yield CounterMetricFamily(f"radixsvc_{name}", name.replace("_", " "), value=count)
         yield GaugeMetricFamily("radixsvc_waiting_requests", "In the queue", value=stats.waiting)
         yield GaugeMetricFamily("radixsvc_running_requests", "In steps", value=stats.running)
+
+
+def _labelled(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"radixsvc_{name}", text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family

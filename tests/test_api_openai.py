@@ -312,19 +312,22 @@ async def test_models_are_listed_and_found_by_name(tiny: RunningBackend) -> None
 
 
 async def test_the_sdk_comes_back_when_told_that_it_is_busy(tiny: RunningBackend) -> None:
-    async with serving(tiny.backend, "server.max_concurrent=1") as (url, edge):
-        async with sdk(url, retries=0) as hasty, sdk(url, retries=4) as patient:
-            ask = {"model": "m", "prompt": PROMPT, "max_tokens": 300,
-                   "extra_body": {"ignore_eos": True}}  # fmt: skip
-            first = asyncio.create_task(hasty.completions.create(**ask))
-            while not edge.in_flight[""]:
-                await asyncio.sleep(0.001)
-            with pytest.raises(openai.RateLimitError) as caught:
-                await hasty.completions.create(model="m", prompt="x")
-            assert caught.value.response.headers["retry-after"] == "1"
-            second = await patient.completions.create(model="m", prompt="x", max_tokens=2)
-            assert second.usage.completion_tokens <= 2
-            assert (await first).usage.completion_tokens == 300
+    async with (
+        serving(tiny.backend, "server.max_concurrent=1") as (url, edge),
+        sdk(url, retries=0) as hasty,
+        sdk(url, retries=4) as patient,
+    ):
+        ask = {"model": "m", "prompt": PROMPT, "max_tokens": 300,
+               "extra_body": {"ignore_eos": True}}  # fmt: skip
+        first = asyncio.create_task(hasty.completions.create(**ask))
+        while not edge.in_flight[""]:
+            await asyncio.sleep(0.001)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await hasty.completions.create(model="m", prompt="x")
+        assert caught.value.response.headers["retry-after"] == "1"
+        second = await patient.completions.create(model="m", prompt="x", max_tokens=2)
+        assert second.usage.completion_tokens <= 2
+        assert (await first).usage.completion_tokens == 300
 
 
 async def test_echo_repeats_the_prompt(tiny: RunningBackend) -> None:

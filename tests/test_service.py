@@ -285,7 +285,7 @@ async def test_metrics_count_tokens_by_source_and_hold_no_text(tiny: RunningBack
             text = await reply.text()
     assert re.search(r'radixsvc_prompt_tokens_total\{source="computed"\} [1-9]', text)
     assert 'radixsvc_requests_total{route="/v1/completions",status="200"} 1.0' in text
-    assert 'radixsvc_device_pages{state="free"}' in text
+    assert 'radixsvc_pages{state="free",tier="device"}' in text
     assert "secret" not in text
     assert PROMPT.split()[1] not in text
 

@@ -42,6 +42,7 @@ from radixsvc.node import (
     Account,
     Node,
     Priority,
+    resident,
 )
 from radixsvc.residency import Choice, Move, Residency, TierPolicy
 from radixsvc.tree import Match, RadixTree, page_at
@@ -181,8 +182,10 @@ class PrefixCache:
             left -= count
             on_device = min(count, len(node.device) // PAGE_ID_BYTES)
             counts[DEVICE] += on_device
-            for i in range(on_device, count):
-                counts[HOST if page_at(node.host, i) >= 0 else DISK] += 1
+            if on_device < count:
+                in_host = resident(node.host[on_device * PAGE_ID_BYTES : count * PAGE_ID_BYTES])
+                counts[HOST] += in_host
+                counts[DISK] += count - on_device - in_host
         device, host, disk = (count * self.page_size for count in counts)
         return TokensByTier(device + self._num_partial(found), host, disk)
 

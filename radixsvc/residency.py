@@ -31,7 +31,8 @@ from tiers.mover import Mover, Ticket
 from tiers.page import OutOfPages, PageIds, PageState
 
 DEMOTION_WAIT_S = 1.0  # how long making room waits for copies out of what was evicted
-AHEAD_NODES = 16  # of the coldest, copied down before their room is needed
+AHEAD = 8  # the coldest part of the device is copied down before its room is needed: one in 8
+AHEAD_NODES = 16  # at most, each time
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,7 @@ class Residency:
 
     def _demote(self, num_pages: int) -> int:
         """Evict that many device pages, copying down first what lies nowhere else."""
-        tails: list[tuple[Node, int]] = []  # node, first page that goes
-        left = num_pages
-        for node in self.tree.victims(DEVICE):
-            count = len(node.device) // PAGE_ID_BYTES
-            tails.append((node, max(0, count - left)))
-            left -= count
-            if left <= 0:
-                break
+        tails = self._tails(self.tree.victims(DEVICE), num_pages)
         if self._tiers[HOST] is not None and self.policy.write != "none":
             self._copy_down(tails, DEVICE, HOST)
         # The same pages, but maybe of other nodes: room on the host may have merged some.
@@ -135,6 +129,17 @@ class Residency:
         self.free_dropped()
         self.counters["evicted"] += evicted
         return evicted
+
+    def _tails(self, victims: Iterable[Node], num_pages: int) -> list[tuple[Node, int]]:
+        """Which of these nodes' device pages go where so many are wanted: from a page on."""
+        tails = []
+        for node in victims:
+            count = len(node.device) // PAGE_ID_BYTES
+            tails.append((node, max(0, count - num_pages)))
+            num_pages -= count
+            if num_pages <= 0:
+                break
+        return tails
 
     def free_dropped(self) -> None:
         """Free what the tree let go of; what is still arriving, when it has arrived."""
@@ -166,7 +171,7 @@ class Residency:
     def _copy_down(self, tails: Sequence[tuple[Node, int]], source: int, target: int) -> int:
         """Copy those nodes' pages from a place on to a lower tier that lacks them; how many."""
         wanted = sum(len(self._lacking(*tail, source, target)) for tail in tails)
-        if not wanted:
+        if not wanted or not self.mover.available(self.tier(source), self.tier(target)):
             return 0
         pages = self._take(target, wanted)
         used = 0
@@ -174,9 +179,13 @@ class Residency:
         spans = [(node, self._lacking(node, first, source, target)) for node, first in tails]
         groups = [[s] for s in spans if len(s[1])] if target == DISK else [spans]
         for group in groups:
+            excess = sum(len(places) for _, places in group) - len(pages) + used
+            for i, (node, places) in enumerate(group):  # coldest first, and of these the tails
+                if excess > 0:
+                    group[i] = node, places[: max(0, len(places) - excess)]
+                    excess -= len(places)
             total = sum(len(places) for _, places in group)
-            taken = pages[used : used + total]
-            if len(taken) < total or not self._submit_down(group, taken, source, target):
+            if not self._submit_down(group, pages[used : used + total], source, target):
                 break
             used += total
         self.tier(target).free(pages[used:])
@@ -267,13 +276,13 @@ class Residency:
     def _copy_ahead(self) -> None:
         """Copy the coldest device pages to the host before their room is needed."""
         device = self.tier(DEVICE)
-        if device.num_free * 8 > device.num_pages or self.tree.clock == self._ahead_clock:
+        if device.num_free * AHEAD > device.num_pages or self.tree.clock == self._ahead_clock:
             return
         if any(move.target == HOST for move in self._moves.values()):
             return
         self._ahead_clock = self.tree.clock
         coldest = itertools.islice(self.tree.victims(DEVICE), AHEAD_NODES)
-        self._copy_down([(node, 0) for node in coldest], DEVICE, HOST)
+        self._copy_down(self._tails(coldest, device.num_pages // AHEAD), DEVICE, HOST)
 
     def take_in(self, tickets: Sequence[Ticket]) -> None:
         """Copies ended: drop what did not arrive, and what nobody wants any more."""
@@ -311,29 +320,34 @@ class Residency:
         The least sum of loading a front and computing the tail, from the mover's measured rates
         and the engine's seconds per token.
         """
-        num_ready = 0
+        num_ready = so_far = 0
         levels: list[int] = []
         for node in path:
             count = min(self.tree.num_pages(node), num_pages)
             num_pages -= count
             on_device = min(len(node.device) // PAGE_ID_BYTES, count)
             num_ready += on_device
-            for i in range(on_device, count):
-                level = self._level_of(node, i) if load else None
-                if level is None:
-                    return self._cheapest(num_ready, levels, num_pages + count - i)
-                levels.append(level)
-        return self._cheapest(num_ready, levels, 0)
+            if on_device < count and load:
+                levels += self._levels(node, on_device, count)
+            if num_ready + len(levels) < so_far + count:
+                break
+            so_far += count
+        return self._cheapest(num_ready, levels)
 
-    def _level_of(self, node: Node, place: int) -> int | None:
-        """The fastest tier where that page is READY."""
-        for level in (HOST, DISK):
-            page = page_at(getattr(node, PAGES[level]), place)
-            if page >= 0 and self.tier(level).states[page] == PageState.READY:
-                return level
-        return None
+    def _levels(self, node: Node, first: int, last: int) -> list[int]:
+        """The fastest tier where each of those pages is READY, up to one that is on none."""
+        levels = np.zeros(last - first, np.int8)
+        for level in (DISK, HOST):
+            pages = np.frombuffer(getattr(node, PAGES[level]), np.int32)[first:last]
+            tier = self._tiers[level]
+            if tier is not None and len(pages):
+                ready = (pages >= 0) & (tier.states[pages] == PageState.READY)
+                levels[: len(pages)][ready] = level
+        missing = np.flatnonzero(levels == 0)
+        found: list[int] = (levels[: missing[0]] if len(missing) else levels).tolist()
+        return found
 
-    def _cheapest(self, num_ready: int, levels: list[int], num_more: int) -> Choice:
+    def _cheapest(self, num_ready: int, levels: list[int]) -> Choice:
         if not levels or self.policy.promote == "never":
             return Choice(num_ready, [])
         if self.policy.promote == "always" or not self.seconds_per_token:

@@ -90,6 +90,9 @@ class ModelMover:
         self.arrived[target.name] = self.arrived.get(target.name, 0) + int(ticket.ok.sum())
         return ticket
 
+    def available(self, source: ModelTier, target: ModelTier) -> bool:
+        return not self.faulty or bool(self.draw(0, 9))
+
     def seconds(self, source: ModelTier, target: ModelTier, num_pages: int) -> float:
         return num_pages * self.draw(0, 3)
 

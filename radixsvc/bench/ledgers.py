@@ -77,5 +77,11 @@ class InstantMover:
     def wait(self, timeout_s: float) -> list[Ticket]:
         return self.poll()
 
+    def available(self, source: Tier, target: Tier) -> bool:
+        return True
+
+    def available(self, source: Tier, target: Tier) -> bool:
+        return True
+
     def seconds(self, source: Tier, target: Tier, num_pages: int) -> float:
         return num_pages * self._seconds_per_page.get((source.name, target.name), 0.0)

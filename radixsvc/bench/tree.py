@@ -186,6 +186,7 @@ def mixed(page_size: int, operations: int) -> npt.NDArray[np.int64]:
 
 def metadata(page_size: int) -> Metric:
     """Bytes allocated for 10,000 flat leaves, tokens and page ids included."""
+    Forest.flat(page_size, 1)  # what is imported or cached at first use
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     tree = Forest.flat(page_size, 10_000)

@@ -83,6 +83,13 @@ class Lower:
     fingerprint: bytes
     policy: TierPolicy = field(default_factory=TierPolicy)
 
+    def close(self) -> None:
+        """Once the engine has stopped: end copies, close files, let go of memory."""
+        self.mover.close()
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.close()
+
 
 class TokensByTier(NamedTuple):
     """How many leading tokens of a prompt lie where; each counted once, the fastest tier first."""

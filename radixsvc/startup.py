@@ -26,11 +26,11 @@ from radixsvc.residency import TierPolicy
 from radixsvc.scheduler import SchedulerConfig
 from radixsvc.tokenizer import Tokenizer
 from tiers.base import TierError, pages_within
-from tiers.copy import CpuStream, CudaStream, compute_fence, pinning_for
+from tiers.copy import pinning_for
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
-from tiers.mover import Mover
+from tiers.mover import open_mover
 from tiers.page import PageShape
 
 log = logging.getLogger("radixsvc.startup")
@@ -52,10 +52,7 @@ class Backend:
     def close(self) -> None:
         """Once the engine has stopped: end copies, close files, let go of memory."""
         if self.lower is not None:
-            self.lower.mover.close()
-            for tier in (self.lower.host, self.lower.disk):
-                if tier is not None:
-                    tier.close()
+            self.lower.close()
 
 
 def build_backend(config: Config) -> Backend:
@@ -99,7 +96,6 @@ def build_lower(config: Config, device: DeviceTier, fingerprint: bytes) -> Lower
     host_bytes = tiers.host.size.resolve(available_memory())
     disk_bytes = tiers.disk.size.resolve(disk_space(tiers.disk.path))
     host = disk = None
-    on_gpu = device.device.type == "cuda"
     pinning = pinning_for(device.device)
     try:
         if num_pages := pages_within(host_bytes, page_bytes):
@@ -113,17 +109,8 @@ def build_lower(config: Config, device: DeviceTier, fingerprint: bytes) -> Lower
         raise SetupError(str(error)) from None
     if host is None and disk is None:
         return None
-    promote, demote = (
-        CudaStream(device.device, name) if on_gpu else CpuStream(name)
-        for name in ("promote", "demote")
-    )
-    mover = Mover(
-        [device, host] if host else [device],
-        [disk] if disk else [],
-        promote,
-        demote,
-        compute_fence(device.device),
-    )
+    mover = open_mover(device, host, disk)
+    mover.probe()
     policy = TierPolicy(
         write=tiers.host.write_policy,
         through_after=tiers.host.through_after,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixsvc.cache import PrefixCache
+from radixsvc.cache import Lower, PrefixCache
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.request import Request, SamplingParams
 from radixsvc.stream import Finished, TokenChunk, TokenStream
@@ -85,11 +85,16 @@ class EngineUnderTest:
     _ids = itertools.count()
 
     def __init__(
-        self, num_pages: int, page_size: int = 4, config: EngineConfig | None = None
+        self,
+        num_pages: int,
+        page_size: int = 4,
+        config: EngineConfig | None = None,
+        build_lower: Callable[[DeviceTier], Lower | None] = lambda device: None,
     ) -> None:
         self.model = KnownModel()
         self.device = DeviceTier(self.model.page_shape(page_size), num_pages, torch.device("cpu"))
-        self.cache = PrefixCache(self.device, page_size)
+        self.lower = build_lower(self.device)
+        self.cache = PrefixCache(self.device, page_size, lower=self.lower)
         self.engine = Engine(self.model, self.device, self.cache, config or EngineConfig())  # type: ignore[arg-type]
 
     def __enter__(self) -> EngineUnderTest:
@@ -101,6 +106,8 @@ class EngineUnderTest:
 
     def __exit__(self, *error: object) -> None:
         self.engine.drain(5.0)
+        if self.lower is not None:
+            self.lower.close()
         assert self.engine.failed is None, self.engine.failed
 
     def submit(

@@ -61,7 +61,12 @@ def make_runner(app: web.Application) -> web.AppRunner:
     """The server around `app`: a client that goes away cancels its handler, and so its request;
     compressed bodies stay as they are, and are refused."""
     return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=5.0
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        keepalive_timeout=75.0,
+        shutdown_timeout=5.0,
     )
 
 

@@ -19,8 +19,12 @@ import aiohttp
 import pytest
 from serving import RunningBackend, serving, tiny_config
 
+from radixsvc.cache import PrefixCache
 from radixsvc.cli import main
 from radixsvc.client import AsyncClient
+from radixsvc.config import load
+from radixsvc.service import serve
+from tiers.page import InvariantError
 
 PROMPT = "Please summarise the following report, list three open questions"
 
@@ -273,6 +277,20 @@ async def test_a_failing_step_is_an_error_event_not_a_silent_end(
         assert "[DONE]" not in text
         assert PROMPT not in caplog.text
         running.check()
+
+
+async def test_broken_ownership_ends_the_process(tiny_llama: Path) -> None:
+    backend = RunningBackend(tiny_llama).backend
+    service = asyncio.create_task(serve(load(sets=["server.port=0"]).config, lambda _: backend))
+    while not backend.engine.ready:
+        await asyncio.sleep(0.005)
+
+    def broken(cache: PrefixCache) -> None:
+        raise InvariantError("on purpose")
+
+    with pytest.raises(InvariantError):
+        await asyncio.wrap_future(backend.engine.call(broken))
+    assert await asyncio.wait_for(service, 10) == 1
 
 
 async def test_metrics_count_tokens_by_source_and_hold_no_text(tiny: RunningBackend) -> None:

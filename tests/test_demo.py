@@ -25,16 +25,19 @@ def test_the_small_tree_shows_every_step(capsys: pytest.CaptureFixture[str]) -> 
     assert "11 of 14 tokens come from the cache" in picture["Edge split"]
     assert "[you are a kind and patient helper .]  8 tokens" in picture["Edge split"]
     assert "refs 2" in picture["Reference counts"]
-    assert "[tree ? in two words]  5 tokens  ghost" in picture["Eviction"]
+    assert "[tree ? in two words]  5 tokens  host 2" in picture["Demotion"]
+    assert "12 tokens lie on the device and 4 on the host" in " ".join(picture["Promotion"].split())
+    assert "ghost, last on host" in picture["Eviction"]
 
 
 def test_the_model_says_where_its_tokens_came_from(
     capsys: pytest.CaptureFixture[str], tiny_llama: Path
 ) -> None:
     out = printed(capsys, "--model", str(tiny_llama), "--prompt-tokens", "80")
-    rows = {line[:24].strip(): line[24:].split() for line in out.splitlines() if " ms" in line}
-    prompt, device, _, _, computed = map(int, rows["cold"][:5])
-    assert (prompt, device, computed) == (80, 0, 80)
-    prompt, device, _, _, computed = map(int, rows["follow-up turn"][:5])
-    assert (prompt, device, computed) == (108, 87, 21)
-    assert int(rows["the first again"][1]) > 0
+    rows = [(line[:24].strip(), line[24:].split()) for line in out.splitlines() if " ms" in line]
+    found = {title: [int(cell) for cell in cells[:5]] for title, cells in rows}
+    assert found["cold"] == [80, 0, 0, 0, 80]
+    assert found["follow-up turn"] == [108, 87, 0, 0, 21]
+    again = [cells[:5] for title, cells in rows if title == "the first turn again"]
+    assert int(again[0][2]) > 0, "from the host"
+    assert int(again[1][3]) > 0, "from disk"

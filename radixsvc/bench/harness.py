@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from radixsvc.cache import PrefixCache
+from radixsvc.cache import Lower, PrefixCache
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.model import Model
 from radixsvc.request import Request, SamplingParams, Tokens, Usage
@@ -33,13 +33,21 @@ class Outcome:
 
 @contextmanager
 def running_engine(
-    model: Model, num_tokens: int, page_size: int = 16, config: EngineConfig | None = None
+    model: Model,
+    num_tokens: int,
+    page_size: int = 16,
+    config: EngineConfig | None = None,
+    build_lower: Callable[[DeviceTier], Lower | None] = lambda device: None,
 ) -> Iterator[Engine]:
-    """A started engine with a device tier for `num_tokens` tokens, drained at the end."""
+    """A started engine with a device tier for `num_tokens` tokens, drained at the end.
+
+    `build_lower` makes the tiers below it; they are closed at the end.
+    """
     device = DeviceTier(
         model.page_shape(page_size), -(-num_tokens // page_size), torch.device("cpu")
     )
-    cache = PrefixCache(device, page_size)
+    lower = build_lower(device)
+    cache = PrefixCache(device, page_size, lower=lower)
     engine = Engine(model, device, cache, config or EngineConfig())
     engine.start()
     try:
@@ -48,6 +56,11 @@ def running_engine(
         yield engine
     finally:
         engine.drain(10.0)
+        if lower is not None:
+            lower.mover.close()
+            for tier in (lower.host, lower.disk):
+                if tier is not None:
+                    tier.close()
 
 
 def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:

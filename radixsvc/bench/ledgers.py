@@ -80,8 +80,5 @@ class InstantMover:
     def available(self, source: Tier, target: Tier) -> bool:
         return True
 
-    def available(self, source: Tier, target: Tier) -> bool:
-        return True
-
     def seconds(self, source: Tier, target: Tier, num_pages: int) -> float:
         return num_pages * self._seconds_per_page.get((source.name, target.name), 0.0)

@@ -32,6 +32,7 @@ from tiers.page import OutOfPages, PageIds, PageState
 
 DEMOTION_WAIT_S = 1.0  # how long making room waits for copies out of what was evicted
 AHEAD = 8  # the coldest part of the device is copied down before its room is needed: one in 8
+FOR_DISK_NODES = 4096  # that wait to be written; older ones wait for their next use
 AHEAD_NODES = 16  # at most, each time
 
 
@@ -90,7 +91,7 @@ class Residency:
         self._fingerprint = fingerprint
         self._moves: dict[Ticket, Move] = {}
         self._loading: dict[int, Move] = {}  # by device page
-        self._for_disk: deque[Node] = deque()
+        self._for_disk: deque[Node] = deque(maxlen=FOR_DISK_NODES)
         self._ahead_clock = -1
 
     @property

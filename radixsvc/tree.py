@@ -525,8 +525,7 @@ class RadixTree:
             held = np.frombuffer(getattr(node, PAGES[level]), np.int32)
             self._keep(node, level, held[:known])
         for below in reversed(list(self._below(node))):
-            for level in range(self.num_tiers):
-                self._keep(below, level, _NO_PAGES)
+            self._drop_pages(below)
             if below.refs == 0 and below not in self.ghosts:
                 self._bury(below, DEVICE)
 
@@ -708,15 +707,8 @@ class RadixTree:
         parent = node.parent
         if parent is None or node.refs or node.children is not None:
             raise InvariantError("only a leaf without references leaves the tree")
-        for level in range(self.num_tiers):
-            pages = getattr(node, PAGES[level])
-            if pages:
-                count = resident(pages)
-                node.account.resident[level] -= count
-                if node.after(level) is not None:
-                    node.account.evictable[level][_class(node)] -= count
-                    node.unlink(level)
-                self._freed[level].append(pages)
+        if node.device or node.host or node.disk:
+            self._drop_pages(node)
         if self.ghosts:
             self._revive(node)
         if parent.children.only is node:
@@ -727,6 +719,13 @@ class RadixTree:
             parent.children.remove(node)
         node.parent = None
         self.num_nodes -= 1
+
+    def _drop_pages(self, node: Node) -> None:
+        for level in range(self.num_tiers):
+            pages: bytes = getattr(node, PAGES[level])
+            if pages:
+                self._freed[level].append(pages)
+                self._set_pages(node, level, _NO_PAGES)
 
     # -- lists of victims ---------------------------------------------------------------------
 
@@ -774,7 +773,7 @@ class RadixTree:
     def _remove(self, node: Node) -> None:
         parent = node.parent
         self._take_out(node)
-        if parent is not None and parent.children is not None:
+        if parent is not None and parent.refs == 0 and parent.children is not None:
             self._merge_below(parent)
 
     def num_pages(self, node: Node) -> int:

@@ -391,6 +391,7 @@ class Residency:
                 left = left[len(lacking) :]
         moves = []
         levels = np.array(choice.levels)
+        refused = np.zeros(len(levels), np.bool_)
         for level in (HOST, DISK):
             mask = levels == level
             if not mask.any():
@@ -401,13 +402,15 @@ class Residency:
             moves.append(move)
             if ticket is None:
                 move.ok = False
-                self.tree.detach([pages[mask]])
-                device.free(pages[mask])
-                self.free_dropped()
+                refused |= mask
                 continue
             self._moves[ticket] = move
             for page in pages[mask].tolist():
                 self._loading[page] = move
+        if refused.any():
+            self.tree.detach([pages[refused]])
+            device.free(pages[refused])
+            self.free_dropped()
         return moves
 
     def arriving(self, pages: PageIds) -> list[Move]:

@@ -15,8 +15,10 @@ from aiohttp import web
 from serving import RunningBackend, serving
 
 from radixsvc.bench import serve, workloads
+from radixsvc.bench.calls import Call, Reply, Session
 from radixsvc.bench.report import Metric, table
-from radixsvc.bench.workloads import Call, Reply, Session
+from radixsvc.bench.seen import Seen, rendered
+from radixsvc.bench.traces import read_trace
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -190,10 +192,10 @@ async def test_workloads_are_the_same_every_time(name: str, calls: int) -> None:
 )  # fmt: skip
 async def test_workloads_share_what_they_claim(name: str, least: float, most: float) -> None:
     calls = await collect(workloads.build_workload(arguments("--workload", name)))
-    seen = serve.Seen()
+    seen = Seen()
     shares = []
     for call in calls:
-        prompt = serve.rendered(call)
+        prompt = rendered(call)
         shares.append((len(prompt), len(prompt) * seen.share(prompt)))
         seen.add(prompt)
     total, shared = (sum(column) for column in zip(*shares, strict=True))
@@ -232,7 +234,7 @@ async def test_a_trace_is_replayed_with_its_shared_blocks(tmp_path: Path, form: 
 def test_a_bad_trace_names_its_line(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.jsonl", (600, [0, 1]), (600, [0]))
     with pytest.raises(ValueError, match="line 2"):
-        workloads.read_trace(path)
+        read_trace(path)
 
 
 def test_targets_are_judged_in_the_table() -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from radixsvc.bench.workloads import BLOCK_TOKENS, Call, Reply, Session, read_trace, text
+from radixsvc.bench.calls import Call, Reply, Session, text
+from radixsvc.bench.traces import BLOCK_TOKENS, read_trace
 from radixsvc.request import Tokens
 
 

@@ -17,98 +17,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from radixsvc.request import Tokens
-
-Message = dict[str, Any]
-
-WORDS = (
-    "able above across again ago air almost alone along also always among animal answer area "
-    "arm ask away back bad ball bank base bear bed before begin behind best better between big "
-    "bird black blood blue board boat body book both box boy bring brother build business buy "
-    "call came car care carry case catch cause center change child church city class clear close "
-    "cold color come common corner cost could country course cover cross cut dark daughter day "
-    "deep did different dinner doctor does dog door down draw dream drive dry each ear early "
-    "earth east eat edge else end energy enough even evening ever every example eye face fact "
-    "fall family far farm fast father feel feet field figure fill final find fine fire first "
-    "fish five floor fly follow food foot force form found four free friend front full game "
-    "garden gave general girl give glass gold gone good government great green ground group grow"
-).split()
-
-BLOCK_TOKENS = 512  # what one hash id of a trace stands for
-
-
-@dataclass(frozen=True)
-class Call:
-    """One request of a session. Either `messages` (chat) or `tokens` (a bare completion).
-
-    `turn` counts from 0; later turns build on earlier replies. `key` names the call within its
-    workload and seeds its sampling.
-    """
-
-    key: str
-    turn: int
-    max_tokens: int
-    messages: list[Message] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    tokens: Tokens | None = None
-    temperature: float = 0.0
-    n: int = 1
-
-    @property
-    def seed(self) -> int:
-        return random.Random(self.key).getrandbits(31)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One answer: its text, and the tools it calls in OpenAI's form."""
-
-    text: str
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def message(self) -> Message:
-        """As the assistant's message of the next turn."""
-        if self.tool_calls:
-            return {"role": "assistant", "content": self.text, "tool_calls": self.tool_calls}
-        return {"role": "assistant", "content": self.text or "ok"}
-
-
-class Send(Protocol):
-    """Carries out a call and returns its `n` replies; none where it failed."""
-
-    def __call__(self, call: Call, /) -> Awaitable[list[Reply]]: ...
-
-
-@dataclass(frozen=True)
-class Session:
-    """`start`: seconds after the run's start, or None where the arrival process decides."""
-
-    run: Callable[[Send], Awaitable[None]]
-    start: float | None = None
-
-
-def text(rng: random.Random, num_words: int) -> str:
-    return " ".join(rng.choices(WORDS, k=num_words))
-
-
-def system(content: str) -> Message:
-    return {"role": "system", "content": content}
-
-
-def user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
+from radixsvc.bench.calls import WORDS, Call, Message, Reply, Send, Session, system, text, user
+from radixsvc.bench.traces import replay
 
 # -- chat and agents --------------------------------------------------------------------------
 
@@ -246,95 +161,6 @@ def single(key: str, messages: list[Message], max_tokens: int) -> Session:
         await send(Call(key, 0, max_tokens, messages))
 
     return Session(run)
-
-
-# -- traces -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TraceLine:
-    """One request of a trace: seconds from its start, tokens in and out, ids of its blocks.
-
-    The prompt's blocks are of 512 tokens, the last may be shorter. Equal ids stand for equal
-    prefixes up to and including that block.
-    """
-
-    time: float
-    input_len: int
-    output_len: int
-    blocks: Tokens
-
-
-def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
-    """A trace in the form published with Mooncake (FAST '25), one JSON object a line.
-
-    Raises ValueError with the line's number where it is of another form.
-    """
-    return list(_lines(path, limit))
-
-
-def _lines(path: Path, limit: int | None) -> Iterator[TraceLine]:
-    with path.open() as file:
-        for number, line in enumerate(file, 1):
-            if limit is not None and number > limit:
-                return
-            try:
-                entry = json.loads(line)
-                blocks = np.array(entry["hash_ids"], np.int32)
-                input_len = int(entry["input_length"])
-                time = float(entry["timestamp"]) / 1000
-                output_len = int(entry["output_length"])
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
-                raise ValueError(f"{path}, line {number}: not a trace's line ({error!r})") from None
-            if input_len < 1 or len(blocks) != -(-input_len // BLOCK_TOKENS):
-                raise ValueError(
-                    f"{path}, line {number}: {len(blocks)} blocks of {BLOCK_TOKENS} tokens can't "
-                    f"hold a prompt of {input_len}"
-                )
-            yield TraceLine(time, input_len, output_len, blocks)
-
-
-def replay(args: argparse.Namespace) -> list[Session]:
-    """A trace's requests at their own times; text or token ids drawn from the blocks' ids.
-
-    `scale` shrinks every block and output, so that a small machine can follow.
-    """
-    sessions = []
-    for i, line in enumerate(read_trace(Path(args.trace), args.limit)):
-        out = max(1, round(min(line.output_len, args.out or line.output_len) * args.scale))
-        call = partial(Call, f"replay {i}", 0, out)
-        if args.prompt_as == "tokens":
-            call = partial(call, tokens=block_tokens(line, args.scale, args.vocab))
-        else:
-            call = partial(call, messages=[user(block_text(line, args.scale))])
-        sessions.append(Session(partial(_send_one, call), line.time / args.speed))
-    return sessions
-
-
-async def _send_one(call: Callable[[], Call], send: Send) -> None:
-    await send(call())
-
-
-def block_sizes(line: TraceLine, scale: float) -> list[int]:
-    """Tokens of each block; all but the last are whole, and never less than one."""
-    whole = max(1, round(BLOCK_TOKENS * scale))
-    last = line.input_len - BLOCK_TOKENS * (len(line.blocks) - 1)
-    return [whole] * (len(line.blocks) - 1) + [max(1, round(last * scale))]
-
-
-def block_text(line: TraceLine, scale: float) -> str:
-    """A word for a token: the words are common, so most are one token to most tokenizers."""
-    parts = zip(line.blocks, block_sizes(line, scale), strict=True)
-    return " ".join(text(random.Random(f"block {block}"), size) for block, size in parts)
-
-
-def block_tokens(line: TraceLine, scale: float, vocab_size: int) -> Tokens:
-    """Token ids in the vocabulary's upper half, clear of special tokens."""
-    parts = [
-        np.random.default_rng(int(block)).integers(vocab_size // 2, vocab_size, size)
-        for block, size in zip(line.blocks, block_sizes(line, scale), strict=True)
-    ]
-    return np.concatenate(parts).astype(np.int32)
 
 
 WORKLOADS: dict[str, Callable[[argparse.Namespace], list[Session]]] = {

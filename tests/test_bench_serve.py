@@ -19,6 +19,7 @@ from radixsvc.bench.calls import Call, Reply, Session
 from radixsvc.bench.report import Metric, table
 from radixsvc.bench.seen import Seen, rendered
 from radixsvc.bench.traces import read_trace
+from radixsvc.errors import SetupError
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -229,6 +230,21 @@ async def test_a_trace_is_replayed_with_its_shared_blocks(tmp_path: Path, form: 
         one, two = (call.messages[0]["content"].split() for call in (first, second))
         assert (len(one), len(two)) == (300, 550)
         assert one[:256] == two[:256]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
+        (["--workload", "trace"], "--trace"),
+        (["--workload", "trace", "--trace", "nowhere"], "nowhere"),
+        (["--arrival", "poisson"], "--rate"),
+        (["--body", "{"], "Expecting"),
+    ],
+)
+def test_bad_options_are_told_in_words(given: list[str], told: str) -> None:
+    with pytest.raises(SetupError, match=told):
+        serve.run(arguments(*given))
 
 
 def test_a_bad_trace_names_its_line(tmp_path: Path) -> None:

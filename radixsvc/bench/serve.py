@@ -29,6 +29,7 @@ from radixsvc.bench.calls import Call, Reply, Session
 from radixsvc.bench.report import Metric
 from radixsvc.bench.seen import Seen, rendered, rendered_message
 from radixsvc.bench.workloads import add_workload_arguments, build_workload
+from radixsvc.errors import SetupError
 
 TIERS = ("device", "host", "disk")
 
@@ -49,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Metric]:
-    return asyncio.run(drive(args))
+    try:
+        return asyncio.run(drive(args))
+    except (ValueError, OSError) as error:
+        if isinstance(error, aiohttp.ClientConnectionError):
+            raise
+        raise SetupError(str(error), 2) from error
 
 
 @dataclass
@@ -96,7 +102,10 @@ async def drive(args: argparse.Namespace) -> list[Metric]:
         extra = {"ignore_eos": True, **extra}
     headers = {}
     if args.api_key_env:
-        headers["Authorization"] = f"Bearer {os.environ[args.api_key_env]}"
+        key = os.environ.get(args.api_key_env)
+        if not key:
+            raise ValueError(f"--api-key-env: {args.api_key_env} is not set")
+        headers["Authorization"] = f"Bearer {key}"
     async with aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0, force_close=True),  # some servers drop idle ones
@@ -112,7 +121,8 @@ async def drive(args: argparse.Namespace) -> list[Metric]:
 
 async def first_model(http: aiohttp.ClientSession, url: str) -> str:
     async with http.get(f"{url.rstrip('/')}/v1/models") as response:
-        response.raise_for_status()
+        if response.status != 200:
+            raise ValueError(f"{url}/v1/models answers {response.status}; give --model")
         return str((await response.json())["data"][0]["id"])
 
 

@@ -5,8 +5,9 @@
 
 The scheduler decides and never computes. Every decoding request gets one token a step, so
 prefill never starves it; what the step's time leaves goes to prefill, oldest admission first.
-Waiting requests are admitted by longest cached prefix. One that was passed over `aging_rounds`
-times goes first, in order of arrival, and nobody overtakes it for want of pages any more.
+Waiting requests are admitted by longest cached prefix. One that others were let in before
+`aging_rounds` times goes first, in order of arrival, and nobody overtakes it for want of pages
+any more.
 """
 
 from __future__ import annotations
@@ -164,19 +165,22 @@ class Scheduler:
     def _admit(self, budget: int, steps: list[Scheduled]) -> None:
         """Let waiting requests in, while there are places, budget and pages."""
         config = self.config
-        for request in self._ranked():
+        ranked = self._ranked()
+        num_running = len(self.running)
+        for request in ranked:
             if budget <= 0 or len(self.running) >= config.max_running:
                 break
-            aged = request.rounds_waited >= config.aging_rounds
-            request.rounds_waited += 1
             if config.share_running_prefixes and self._gains_by_waiting(request):
                 continue
             if not self._start(request):
-                if aged or request.num_preemptions:
+                if request.rounds_waited >= config.aging_rounds or request.num_preemptions:
                     break  # it is next: the pages that come free are for it
                 continue
             if request.state is State.PREFILLING:
                 budget -= self._prefill(request, budget, steps)
+        if len(self.running) > num_running:
+            for request in ranked:
+                request.rounds_waited += request.state is State.WAITING
 
     def _ranked(self) -> list[Request]:
         """Waiting requests in the order of admission: preempted, aged, longest cached prefix."""

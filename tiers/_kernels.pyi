@@ -5,7 +5,6 @@ Structs, layouts and units are described in cuda/kernels.h.
 
 from typing import Any
 
-
 class Batch:
     """One step's ragged batch. Its arrays must outlive it: it keeps addresses only."""
 

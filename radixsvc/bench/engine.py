@@ -12,6 +12,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[Metric]:
     folder = fetch(args.model)
     model = load_model(folder, args.dtype, torch.device("cpu"))
-    stock = AutoModelForCausalLM.from_pretrained(
+    stock: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, model.info.dtype), local_files_only=True
-    ).eval()
+    )
     metrics = []
     with torch.inference_mode(), running_engine(model, 40_000) as engine:
         metrics += follow_up(engine, stock, args.prompt_tokens, args.rounds)
@@ -68,11 +69,11 @@ def follow_up(engine: Engine, stock: Any, length: int, rounds: int) -> list[Metr
         cold.append(first.first_token)
         warm.append(second.first_token)
         cached.append(second.usage.sources.cached / (length + len(reply) - 1))
-        stock_cold.append(timed(lambda p=prompt: stock_forward(stock, p, DynamicCache())))
+        stock_cold.append(timed(partial(stock_forward, stock, prompt, DynamicCache())))
         past = DynamicCache()
         stock_forward(stock, second_prompt[: second.usage.sources.cached], past)
         new = second_prompt[second.usage.sources.cached :]
-        stock_warm.append(timed(lambda n=new, p=past: stock_forward(stock, n, p)))
+        stock_warm.append(timed(partial(stock_forward, stock, new, past)))
     m = statistics.median
     return [
         Metric("follow-up: cached share of the earlier tokens", m(cached), "", 0.98, True),
@@ -108,7 +109,8 @@ def decode(engine: Engine, stock: Any, rounds: int) -> list[Metric]:
         spans = {}
         for n in (1, new_tokens):
             spans[n] = timed(
-                lambda n=n, ids=ids: stock.generate(
+                partial(
+                    stock.generate,
                     ids,
                     attention_mask=torch.ones_like(ids),
                     max_new_tokens=n,

@@ -29,7 +29,7 @@ from tiers.host import HostTier
 from tiers.mover import Mover, Ticket
 from tiers.page import PageIds
 
-NUM_REQUESTS = int(os.environ.get("RADIXSVC_SOAK", "3000"))
+NUM_REQUESTS = int(os.environ.get("RADIXSVC_SOAK", "2000"))
 AT_ONCE = 12
 CHECK_EVERY = 100
 DEVICE_PAGES, HOST_PAGES, DISK_PAGES = 64, 48, 64

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 from tiers._kernels import Node as Node
+from tiers._kernels import common_prefix as common_prefix
 from tiers._kernels import locate
 
 TOKEN_BYTES = 4

@@ -57,9 +57,9 @@ from radixsvc.node import (
     Account,
     Children,
     Node,
+    common_prefix,
     resident,
 )
-from tiers._kernels import common_prefix
 from tiers.page import InvariantError, PageIds
 
 _NO_PAGES = np.empty(0, np.int32)

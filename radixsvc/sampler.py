@@ -42,7 +42,9 @@ class SamplerState:
     def __init__(self, params: SamplingParams, prompt: Tokens) -> None:
         self.params = params
         self.num_sampled = 0
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        seed = params.seed
+        if seed is None:
+            seed = secrets.randbits(64) if params.temperature else 0
         self._stream = _mix(seed & WORD)
         self._counts: dict[int, int] = {}  # of sampled tokens
         penalised = params.presence_penalty or params.frequency_penalty

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from radixsvc.errors import ServiceError
@@ -46,6 +46,7 @@ class TokenStream:
         self._logprobs: list[TokenLogprob] = []
         self._end: Finished | ServiceError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._told_end = False
 
     @property
     def num_unread(self) -> int:
@@ -75,8 +76,11 @@ class TokenStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def __aiter__(self) -> AsyncIterator[TokenChunk | Finished]:
-        """Chunks until `Finished`; raises the ServiceError that ended the request, if one did."""
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenChunk | Finished:
+        """The next chunk, then `Finished`; raises the ServiceError that ended the request."""
         while True:
             with self._lock:
                 tokens, self._tokens = self._tokens, []
@@ -86,15 +90,16 @@ class TokenStream:
                 if not tokens and end is None:
                     self._waiter = self.loop.create_future()
             if tokens:
-                yield TokenChunk(tokens, logprobs)
-            elif isinstance(end, ServiceError):
+                return TokenChunk(tokens, logprobs)
+            if isinstance(end, ServiceError):
                 raise end
-            elif end is not None:
-                yield end
-                return
-            else:
-                assert self._waiter is not None
-                await self._waiter
+            if end is not None:
+                if self._told_end:
+                    raise StopAsyncIteration
+                self._told_end = True
+                return end
+            assert self._waiter is not None
+            await self._waiter
 
 
 def wake_all(streams: Iterable[TokenStream]) -> None:

@@ -205,6 +205,13 @@ def test_tiers_bring_back_what_the_device_evicted() -> None:
     assert hits(slow, history) == hits(Radix(6, 2), history)
 
 
+def test_a_host_smaller_than_what_is_demoted_takes_the_front_of_it() -> None:
+    """4 pages leave the device for a host of 2: the two nearest to the root are kept."""
+    history = prompts("aaaaaaaa", "bbbbbbbbbbbb", "aaaaaaaa")
+    small = tiered((6, 2, 0), 2, (0.1, 0.1, 1.0), TierPolicy())
+    assert hits(small, history) == [0, 0, 4]
+
+
 def simulate_on(tmp_path: Path, *options: str) -> argparse.Namespace:
     path = write_trace(
         tmp_path / "t.jsonl", *[(1500, [0, 10 + i % 3, 20 + i % 3]) for i in range(12)]

@@ -625,6 +625,12 @@ class Lease:
         self.num_locked = start + len(kept)
         cache._enforce_quota(self.node.account)
 
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Let go: pages with keys and values stay cached, the others are free. Idempotent."""
         if self.released:

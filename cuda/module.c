@@ -202,6 +202,7 @@ static PyMethodDef methods[] = {
     CUDA_METHODS
 #endif
     {"common_prefix", (PyCFunction)(void (*)(void))rx_common_prefix, METH_FASTCALL, NULL},
+    {"untrack", rx_untrack, METH_O, NULL},
     {"locate", (PyCFunction)(void (*)(void))rx_locate, METH_FASTCALL, NULL},
     {"build_info", build_info, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

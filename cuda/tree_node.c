@@ -200,6 +200,13 @@ PyObject *rx_common_prefix(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return PyLong_FromSsize_t(same);
 }
 
+PyObject *rx_untrack(PyObject *self, PyObject *object) {
+    (void)self;
+    if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
+    Py_INCREF(object);
+    return object;
+}
+
 int rx_add_node_type(PyObject *module) {
     PyObject *type = PyType_FromSpec(&node_spec);
     const int failed = !type || PyModule_AddObjectRef(module, "Node", type) < 0;

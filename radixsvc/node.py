@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from tiers._kernels import Node as Node
 from tiers._kernels import common_prefix as common_prefix
-from tiers._kernels import locate
+from tiers._kernels import locate, untrack
 
 TOKEN_BYTES = 4
 PAGE_ID_BYTES = 4
@@ -46,7 +46,7 @@ class Children:
     One sorted index serves both steps of a match: bisecting for the next page of a prompt lands
     on the child that starts with it, or else between the two that share most with it. The runs
     themselves are the keys, so a child costs one reference here. Kept in chunks, so that adding
-    and removing does not move more than a chunk.
+    and removing does not move more than a chunk. Like the nodes, not seen by the collector.
     """
 
     __slots__ = ("_chunks",)
@@ -54,7 +54,8 @@ class Children:
     CHUNK = 512
 
     def __init__(self, child: Node) -> None:
-        self._chunks = [[child]]
+        self._chunks = untrack([untrack([child])])
+        untrack(self)
 
     def near(self, key: bytes) -> tuple[Node | None, Node | None]:
         """The last child whose run sorts before `key`, and the first one that does not."""
@@ -79,7 +80,7 @@ class Children:
         chunk = self._chunks[c]
         chunk.insert(i, child)
         if len(chunk) > 2 * self.CHUNK:
-            self._chunks.insert(c + 1, chunk[self.CHUNK :])
+            self._chunks.insert(c + 1, untrack(chunk[self.CHUNK :]))
             del chunk[self.CHUNK :]
 
     def remove(self, child: Node) -> None:

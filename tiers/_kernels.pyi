@@ -3,7 +3,9 @@
 Structs, layouts and units are described in cuda/kernels.h.
 """
 
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 class Batch:
     """One step's ragged batch. Its arrays must outlive it: it keeps addresses only."""
@@ -202,6 +204,9 @@ def locate(chunks: list[list[Node]], key: bytes, /) -> tuple[int, int]:
 
     `chunks` are not empty, but the only one may be. The last chunk, if `key` is beyond all.
     """
+
+def untrack(object: _T, /) -> _T:
+    """Hide a container from the cyclic collector; whoever does breaks its cycles."""
 
 def common_prefix(run: bytes, tokens: bytes, offset: int, /) -> int:
     """Bytes that `run` and `tokens[offset:]` share from the start, in whole int32 tokens."""

@@ -182,13 +182,20 @@ def offload_rounds(tmp_path: Path, seed: int, name: str, *, fenced: bool) -> boo
     for value in range(1, 5):
         pages = rig.device.allocate(4)
         rows = torch.from_numpy(pages).long()
-        machine.compute.call(lambda rows=rows, value=value: rig.device.pool[rows].fill_(0))
+        begun = Event()
+        machine.compute.call(lambda rows=rows: rig.device.pool[rows].fill_(0), after=begun)
         machine.compute.call(
             lambda rows=rows, value=value: rig.device.pool.index_fill_(0, rows, float(value))
         )
         rig.device.publish(pages)
         lower = next(tier for tier in rig.tiers if tier.name == name)
+        # The simulator alone decides when a host copy runs; a disk worker has a thread of its own.
+        late = threading.Timer(0.02 * (name == "disk"), setattr, (begun, "reached", True))
+        late.start()
+        if name == "host":
+            late.join()
         there = rig.carry(rig.device, pages, lower)
+        late.join()
         rig.device.free(pages)
         back = rig.carry(lower, there, rig.device)
         right &= rig.values(back) == [value] * 4

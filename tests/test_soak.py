@@ -11,6 +11,7 @@ import asyncio
 import os
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,9 @@ class FaultyDisk(DiskTier):
         self.faults[kind] += fails
         return fails
 
-    def write(self, pages: PageIds, records: list[Record], batch: Bytes2D, generation: int) -> Mask:  # type: ignore[override]
+    def write(
+        self, pages: PageIds, records: Sequence[Record], batch: Bytes2D, generation: int
+    ) -> Mask:
         ok = super().write(pages, records, batch, generation)
         for i, page in enumerate(pages.tolist()):
             if self.fails("write", 0.02):

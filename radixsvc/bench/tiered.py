@@ -217,10 +217,8 @@ def overhead(model: Model, folder: Path | None, rounds: int) -> list[Metric]:
             order = (without, with_tiers) if pair % 2 else (with_tiers, without)
             spent = {engine: processor_seconds(engine, pair) for engine in order}
             ratios.append(spent[with_tiers] / spent[without])
-    return [
-        Metric("nothing reused: processor seconds with / without", statistics.median(ratios[WARM_UP:]),
-               "x", 1.03)
-    ]  # fmt: skip
+    ratio = statistics.median(ratios[WARM_UP:])
+    return [Metric("nothing reused: processor seconds with / without", ratio, "x", 1.03)]
 
 
 def processor_seconds(engine: Engine, seed: int) -> float:

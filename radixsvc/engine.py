@@ -233,7 +233,7 @@ class Engine:
         """One round: schedule, run, sample, emit. False where nothing could run."""
         self.cache.poll()
         self._end_overdue()
-        scheduled = self.scheduler.schedule(self.sizer.chunk())
+        scheduled = self.scheduler.schedule(self.sizer.chunk(self.scheduler.is_decoding))
         if scheduled:
             started = time.perf_counter()
             num_decode = sum(s.request.state is State.DECODING for s in scheduled)

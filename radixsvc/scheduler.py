@@ -24,11 +24,16 @@ from tiers.page import OutOfPages
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of what runs at once. Times are seconds, sizes tokens."""
+    """Limits of what runs at once. Times are seconds, sizes tokens.
+
+    A step may take `step_seconds` while anything decodes, and `prefill_seconds` while nothing
+    does: each pass reads all weights, so a prompt in few large chunks is done sooner.
+    """
 
     max_running: int = 64
     max_waiting: int = 1024
     step_seconds: float = 0.25
+    prefill_seconds: float = 0.8
     min_chunk: int = 32
     max_chunk: int = 8192
     aging_rounds: int = 64
@@ -63,6 +68,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def is_decoding(self) -> bool:
+        return any(r.state is State.DECODING for r in self.running)
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -252,12 +261,13 @@ class ChunkSizer:
         """Of prefill beyond the base; 0 until a step was recorded."""
         return median(self._rates) if self._rates else 0.0
 
-    def chunk(self) -> int:
-        """Prefill tokens for the next step."""
+    def chunk(self, decoding: bool) -> int:
+        """Prefill tokens for the next step, in which others decode or not."""
         rate = self.seconds_per_token
         if rate == 0.0:
             return min(self.limit, 8 * self.config.min_chunk)
-        fits = int((self.config.step_seconds - self.base_seconds) / rate)
+        seconds = self.config.step_seconds if decoding else self.config.prefill_seconds
+        fits = int((seconds - self.base_seconds) / rate)
         return max(self.config.min_chunk, min(fits, self.limit))
 
     def record(self, num_prefill: int, num_decode: int, seconds: float) -> None:

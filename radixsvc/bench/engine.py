@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from radixsvc.attention import set_num_threads
 from radixsvc.bench.harness import complete, greedy, running_engine
 from radixsvc.bench.report import Metric
 from radixsvc.cache import PrefixCache
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.fetch import fetch
-from radixsvc.model import Model, load_model
+from radixsvc.model import Model, load_model, measure_num_threads
 from radixsvc.request import Request, Tokens
 from radixsvc.sampler import SamplerState, sample
 from radixsvc.stream import TokenStream
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[Metric]:
     folder = fetch(args.model)
     model = load_model(folder, args.dtype, torch.device("cpu"))
+    set_num_threads(measure_num_threads(model.info.dtype))
     stock: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, model.info.dtype), local_files_only=True
     )

@@ -98,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
             added.add_argument("--system", help="a system message")
         if name in ("generate", "explain", "warm"):
             added.add_argument("prompt", help=prompt_help)
-    bench = commands.add_parser("bench", help="measure", description="Measure one of these.")
+    bench = commands.add_parser(
+        "bench", help="measure", description="Measure one of these, or several."
+    )
     benches = bench.add_subparsers(required=True, metavar="NAME")
     for file in sorted((Path(__file__).parent / "bench").glob("[a-z]*.py")):
         if "def add_arguments(" in file.read_text():
@@ -221,23 +223,33 @@ def _remote(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    """Run a module of `radixsvc.bench`; a tool prints for itself, a benchmark gives figures."""
-    module = importlib.import_module(f"radixsvc.bench.{args.name}")
+    """Run modules of `radixsvc.bench`; a tool prints for itself, a benchmark gives figures."""
+    if args.name in TOOLS:
+        module, parsed = _module_options(args.name, args.rest)
+        status: int = module.run(parsed)
+        return status
+    from radixsvc.bench.report import print_metrics
+
+    names, rest = [args.name], args.rest
+    while rest and (Path(__file__).parent / "bench" / f"{rest[0]}.py").exists():
+        names, rest = [*names, rest[0]], rest[1:]
+    runs = [_module_options(name, rest) for name in names]
+    metrics = [metric for module, parsed in runs for metric in module.run(parsed)]
+    print_metrics(metrics, runs[0][1].json)
+    return 0
+
+
+def _module_options(name: str, rest: list[str]) -> tuple[Any, argparse.Namespace]:
+    module = importlib.import_module(f"radixsvc.bench.{name}")
     parser = argparse.ArgumentParser(
-        prog=f"radixsvc {'' if args.name in TOOLS else 'bench '}{args.name}",
+        prog=f"radixsvc {'' if name in TOOLS else 'bench '}{name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    if args.name in TOOLS:
-        status: int = module.run(parser.parse_args(args.rest))
-        return status
-    from radixsvc.bench.report import print_metrics
-
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parsed = parser.parse_args(args.rest)
-    print_metrics(module.run(parsed), parsed.json)
-    return 0
+    if name not in TOOLS:
+        parser.add_argument("--json", action="store_true", help="for programs")
+    return module, parser.parse_args(rest)
 
 
 def _text(argument: str) -> str:

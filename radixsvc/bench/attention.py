@@ -39,8 +39,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 Run = Callable[[], object]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options: the cases are the figures' names."""
+
+
 def run(args: argparse.Namespace) -> list[Metric]:
-    """All figures; `args` holds nothing for this benchmark."""
+    """All figures."""
     metrics = [
         Metric(f"KV rotated over, CPU {build_info()['cpu_isa']}", ROTATED_BYTES / 2**20, "MiB")
     ]

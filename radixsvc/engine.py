@@ -252,22 +252,29 @@ class Engine:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _wait(self, seconds: float) -> None:
-        self._wakeup.wait(seconds)
+    def _wait(self, seconds: float) -> bool:
+        """Sleep until there is something in the inbox; False where the time passed instead."""
+        woken = self._wakeup.wait(seconds)
         self._wakeup.clear()
+        return woken
 
     def _idle(self) -> None:
-        """Nothing to do: check ownership, move the tree out of the collector's sight, sleep."""
+        """Nothing to do. After a while of that, check ownership and tidy up for the collector.
+
+        Not at once: it takes longer than a short request, and the next one may be on its way.
+        """
         self._wake_streams()
-        if self._checked_at != self._steps:
+        self._last_progress = time.monotonic()
+        self.cache.poll()
+        if self._inbox or self._stopping:
+            return
+        if self.cache.is_moving:
+            self._wait(0.005)
+        elif not self._wait(self.config.idle_check_seconds) and self._checked_at != self._steps:
             self.cache.check()
             gc.collect()
             gc.freeze()
             self._checked_at = self._steps
-        self._last_progress = time.monotonic()
-        self.cache.poll()
-        if not self._inbox:
-            self._wait(0.005 if self.cache.is_moving else self.config.idle_check_seconds)
 
     def _warm_up(self) -> None:
         """Real forward passes, for readiness and for a first estimate of the speed."""

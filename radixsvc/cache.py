@@ -255,12 +255,17 @@ class PrefixCache:
         self.leases.setdefault(namespace, {})[lease] = None
         try:
             self._hold_cached(lease, load=True)
-            self._acquired += 1
-            self._hits = [a + b for a, b in zip(self._hits, lease.sources, strict=True)]
         except BaseException:
             lease.release()
             raise
         return lease
+
+    def count(self, lease: Lease) -> None:
+        """Count a lease in the statistics: once it is used, not each time one is tried for."""
+        lease.counted = True
+        self._acquired += 1
+        self._hits = [a + b for a, b in zip(self._hits, lease.sources, strict=True)]
+        self._ghost_tokens += lease.num_ghost_tokens
 
     def _hold_cached(self, lease: Lease, load: bool) -> None:
         """Lock what is cached of a prompt in place of what was locked; `load` begins promotion."""
@@ -293,7 +298,7 @@ class PrefixCache:
             partial = self._copy_partial(lease, source, found.partial)
         if tree.ghosts:
             known = tree.match_below(root, packed, ghosts=True).length
-            self._ghost_tokens += max(0, known - found.length - found.partial)
+            lease.num_ghost_tokens = max(0, known - found.length - found.partial)
         size = self.page_size
         host, disk = choice.levels.count(HOST) * size, choice.levels.count(DISK) * size
         lease.sources = TokensByTier(choice.num_ready * size + partial, host, disk)
@@ -524,9 +529,11 @@ class Lease:
         "_table",
         "_tokens",
         "cached_len",
+        "counted",
         "moves",
         "namespace",
         "node",
+        "num_ghost_tokens",
         "num_locked",
         "num_pages",
         "num_valid",
@@ -553,6 +560,8 @@ class Lease:
         self.num_locked = 0  # pages at the front that are the tree's
         self.num_valid = 0  # tokens at the front that have keys and values
         self.cached_len = 0
+        self.num_ghost_tokens = 0  # known, but evicted
+        self.counted = False
         self.sources = TokensByTier(0, 0, 0)
         self.moves: list[Move] = []  # that have to end before the lease is usable
         self.released = False
@@ -585,6 +594,8 @@ class Lease:
         missing = -(-num_tokens // self._cache.page_size) - self.num_pages
         if missing > 0:
             self._hold(self._cache.allocate(missing))
+        if not self.counted:
+            self._cache.count(self)
 
     def commit(self, num_tokens: int) -> None:
         """The first `num_tokens` tokens have keys and values: share their whole pages.

@@ -171,6 +171,9 @@ async def test_totals_conserve_the_prompt_tokens_they_count() -> None:
         stats = t.engine.stats()
         assert stats.prompt_tokens == sum(map(len, prompts))
         assert stats.sources.cached + stats.sources.computed == stats.prompt_tokens
+        # Leases that were only tried for, while there was no room, are not counted as used.
+        used = t.engine.call(lambda cache: cache.stats().acquired).result(10)
+        assert used - stats.preemptions - 1 == 60  # one was the warm-up's
 
 
 async def test_stop_tokens_end_a_request_and_are_not_sent() -> None:

@@ -60,7 +60,7 @@ class FaultyDisk(DiskTier):
                 ok[i] = False
             elif self.fails("rot", 0.02):
                 segment, slot = divmod(page, self._slots)
-                at = slot * SLOT_BYTES + self.rng.randrange(SLOT_BYTES)
+                at = slot * SLOT_BYTES + self.payload_offset + self.rng.randrange(self.page_bytes)
                 with self._path(segment).open("r+b") as file:
                     file.seek(at)
                     [byte] = file.read(1)

@@ -216,9 +216,14 @@ class Scheduler:
     def _start(self, request: Request) -> bool:
         """Acquire a lease if the request's prompt fits beside what running ones still need."""
         tokens = request.next_tokens if request.output else request.tokens
-        lease = self.cache.acquire(request.namespace, tokens)
-        needed = self.cache.num_pages_for(len(tokens) + 1) - len(lease.page_table)
-        if needed > self.cache.available - self._reserved() and self.running:
+        cache, num_pages = self.cache, self.cache.num_pages_for(len(tokens) + 1)
+        reserved = self._reserved()
+        # Locking what is cached makes fewer pages available: what does not fit now is not tried for.
+        found = cache.match(request.namespace, tokens).length // cache.page_size
+        if num_pages - found > cache.available - reserved and self.running:
+            return False
+        lease = cache.acquire(request.namespace, tokens)
+        if num_pages - len(lease.page_table) > cache.available - reserved and self.running:
             lease.release()
             return False
         request.lease = lease

@@ -2,8 +2,8 @@
 
 The engine thread calls `put` and `close`, never blocks and never touches the event loop; at the
 end of a step it wakes all streams that got something with one call into the loop. The client
-side iterates. `num_unread` tells the engine when to stop producing for a client that reads
-slowly, `unread_since` when to give up on it.
+side iterates. `full` tells the engine when to stop producing for a client that reads slowly,
+`unread_since` when to give up on it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,6 @@ class TokenStream:
         self._end: Finished | ServiceError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._told_end = False
-
-    @property
-    def num_unread(self) -> int:
-        return len(self._tokens)
 
     @property
     def full(self) -> bool:

@@ -424,23 +424,6 @@ class RadixTree:
         freed.clear()
         return pages[pages >= 0] if level else pages
 
-    def detach_tail(self, node: Node, level: int, num_pages: int) -> bytes:
-        """Take up to `num_pages` pages of a tier off the end of an unreferenced node."""
-        name = PAGES[level]
-        held: bytes = getattr(node, name)
-        pages = held[-num_pages * PAGE_ID_BYTES :]
-        rest = held[: -num_pages * PAGE_ID_BYTES]
-        setattr(node, name, rest)
-        count = resident(pages)
-        account = node.account
-        account.resident[level] -= count
-        account.evictable[level][_class(node)] -= count
-        if not rest:
-            node.unlink(level)
-            if not self._is_known(node):
-                self._bury(node, level)
-        return pages
-
     # -- tiers --------------------------------------------------------------------------------
 
     def attach(self, node: Node, level: int, places: PageIds, pages: PageIds) -> None:

@@ -218,7 +218,7 @@ class Scheduler:
         tokens = request.next_tokens if request.output else request.tokens
         cache, num_pages = self.cache, self.cache.num_pages_for(len(tokens) + 1)
         reserved = self._reserved()
-        # Locking what is cached makes fewer pages available: what does not fit now is not tried for.
+        # Locking what is cached makes fewer pages available: what does not fit now never will.
         found = cache.match(request.namespace, tokens).length // cache.page_size
         if num_pages - found > cache.available - reserved and self.running:
             return False

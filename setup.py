@@ -83,6 +83,14 @@ class BuildKernels(build_ext):
                 f"({error}). On Debian or Ubuntu: apt-get install gcc libc6-dev"
             )
 
+    def copy_extensions_to_source(self) -> None:
+        """In place: a process that has the old file mapped keeps it; overwriting would kill it."""
+        for ext in self.extensions:
+            Path(ext.name.replace(".", "/")).parent.joinpath(
+                self.get_ext_filename(ext.name.rpartition(".")[2])
+            ).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
     def add_cuda(
         self, ext: Extension, toolkit: Path, archs: list[str], sources: list[Path]
     ) -> None:

@@ -98,8 +98,8 @@ def forced_start(body: ChatRequest, style: str) -> str:
                                  param="tool_choice")  # fmt: skip
         quoted = json.dumps(name)
         if style == "hermes":
-            return f'{OPEN}\n{{"name": {quoted}, "arguments": '
-        return f'{{"name": {quoted}, "parameters": '
+            return f'{OPEN}\n{{"name": {quoted}, "arguments":'
+        return f'{{"name": {quoted}, "parameters":'
     return ""
 
 

@@ -51,10 +51,13 @@ class RunningBackend:
         self.backend.close()
         assert self.backend.engine.failed is None, self.backend.engine.failed
 
-    def say(self, text: str) -> None:
-        """What the scripted model answers to the next prompt, before its end token."""
-        ids = self.backend.tokenizer.encode(text, False).tolist()
-        self.script.say([*ids, min(self.backend.info.eos_token_ids)])
+    def say(self, *texts: str) -> None:
+        """What the scripted model answers to the next prompts, each before its end token."""
+        ids: list[int] = []
+        for text in texts:
+            ids += self.backend.tokenizer.encode(text, False).tolist()
+            ids.append(min(self.backend.info.eos_token_ids))
+        self.script.say(ids)
 
     def check(self) -> None:
         """Ownership of pages holds, and nobody holds any."""

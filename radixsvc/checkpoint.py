@@ -1,4 +1,4 @@
-"""A model's folder: what must lie in it, whether it is whole, and how much memory there is for it.
+"""A model's folder: what must lie in it, whether it is whole, and how much room there is for it.
 
 Everything here reads headers and sizes only, so it answers in milliseconds for any model.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,14 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 amount = int(line.split()[1]) * 1024
     return min(amount, *_cgroup_room(), amount)
+
+
+def disk_space(path: Path | str) -> int:
+    """Free bytes where `path` is, or will be; 0 for no path."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free if path else 0
 
 
 def _cgroup_room() -> list[int]:

@@ -87,7 +87,7 @@ class AsyncClient:
 
     async def complete(self, /, prompt: Prompt, **options: Any) -> Completion:
         """POST /v1/completions"""
-        return await self.post("/v1/completions", {"prompt": _ids(prompt), **options}, Completion)
+        return await self.post("/v1/completions", {"prompt": prompt, **options}, Completion)
 
     async def chat(self, /, messages: Messages, **options: Any) -> Completion:
         """POST /v1/chat/completions"""
@@ -96,7 +96,7 @@ class AsyncClient:
 
     def stream(self, /, prompt: Prompt, **options: Any) -> AsyncIterator[Header | Delta | End]:
         """A completion as it comes: a Header, Deltas, an End. ApiError where it breaks."""
-        return self._stream("/v1/completions", {"prompt": _ids(prompt), **options})
+        return self._stream("/v1/completions", {"prompt": prompt, **options})
 
     def stream_chat(
         self, /, messages: Messages, **options: Any
@@ -120,7 +120,7 @@ class AsyncClient:
         return np.frombuffer(found["tokens"], "<i4")
 
     async def detokenize(self, /, tokens: Prompt) -> str:
-        found = await self.post("/v1/detokenize", {"tokens": _ids(tokens)}, dict[str, Any])
+        found = await self.post("/v1/detokenize", {"tokens": tokens}, dict[str, Any])
         return str(found["prompt"])
 
     async def match(self, /, **prompt: Any) -> PrefixMatch:
@@ -166,7 +166,7 @@ class AsyncClient:
         """A response with status 200. Waits and asks again while the service is busy."""
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=self._timeout, headers=self._headers)
-        packed = None if body is None else msgpack.packb(body)
+        packed = None if body is None else msgpack.packb(body, default=_int32)
         for attempt in range(self.retries + 1):
             data = None if packed is None else io.BytesIO(packed)
             wait = min(LONGEST_WAIT, 0.25 * 2**attempt) * random.uniform(0.75, 1.25)
@@ -189,11 +189,9 @@ class AsyncClient:
             await asyncio.sleep(wait)
 
 
-def _ids(prompt: Prompt) -> str | bytes | Sequence[int]:
+def _int32(ids: npt.NDArray[np.int32]) -> bytes:
     """Arrays travel as little-endian int32, the form the service reads fastest."""
-    if isinstance(prompt, np.ndarray):
-        return prompt.astype("<i4").tobytes()
-    return prompt
+    return ids.astype("<i4").tobytes()
 
 
 def _error(body: bytes) -> dict[str, Any]:

@@ -125,7 +125,9 @@ class Prompt(Section, frozen=True):
 class Quota(Section, frozen=True):
     """What the namespaces of a key's name may keep."""
 
-    device: Size = Size("100%")  # of the device tier
+    device: Size = Size("100%")  # each a share of its tier, or bytes
+    host: Size = Size("100%")
+    disk: Size = Size("100%")
 
 
 class Config(Section, frozen=True):
@@ -149,47 +151,37 @@ def load(
     file: str | None = None, environ: Mapping[str, str] | None = None, sets: Sequence[str] = ()
 ) -> Loaded:
     """Read all sources in their order. SetupError names the key, its origin and the remedy."""
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-
-    def put(path: str, value: Any, origin: str) -> None:
-        *sections, key = path.split(".")
-        table = values
-        for section in sections:
-            table = table.setdefault(section, {})
-            if not isinstance(table, dict):
-                raise SetupError(f"{origin}: {path}: {section} is a key, not a section")
-        table[key] = value
-        origins[path] = origin
-
-    if file is not None:
-        for path, value in _flatten(_read_toml(file)):
-            put(path, value, file)
+    given = [(file, path, value) for path, value in _flatten(_read_toml(file))] if file else []
     for name, text in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
-            put(name.removeprefix(ENV_PREFIX).lower().replace("__", "."), text, f"env {name}")
+            path = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
+            given.append((f"env {name}", path, text))
     for item in sets:
-        path, separator, text = item.partition("=")
+        key, separator, text = item.partition("=")
         if not separator:
             raise SetupError(f"--set {item}: write KEY=VALUE, as in --set tiers.host.size=24GiB")
-        put(path.strip(), text, "--set")
+        given.append(("--set", tuple(key.strip().split(".")), text))
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, path, value in given:
+        table = values
+        for section in path[:-1]:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise SetupError(f"{origin}: {'.'.join(path)}: {section} is a key, not a section")
+        table[path[-1]] = value
+        origins[".".join(path)] = origin
     try:
-        config = msgspec.convert(values, Config, strict=False, dec_hook=_decode)
+        config = msgspec.convert(values, Config, strict=False, dec_hook=lambda kind, x: kind(x))
     except msgspec.ValidationError as error:
         raise _explained(error, origins) from None
     return Loaded(_checked(config), origins)
 
 
-def entries(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def entries(config: Config) -> Iterator[tuple[str, Any]]:
     """Every key's path and value, in the order of the sections."""
-    for name in section.__struct_fields__:
-        value = getattr(section, name)
-        for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-            path = f"{prefix}{name}.{key}" if key else f"{prefix}{name}"
-            if isinstance(part, Section):
-                yield from entries(part, path + ".")
-            else:
-                yield path, part
+    for path, value in _flatten(msgspec.to_builtins(config, enc_hook=str)):
+        yield ".".join(path), value
 
 
 def _read_toml(file: str) -> dict[str, Any]:
@@ -202,16 +194,12 @@ def _read_toml(file: str) -> dict[str, Any]:
         raise SetupError(f"{file}: not TOML: {error}") from None
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(table: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from (((key, *path), part) for path, part in _flatten(value))
         else:
-            yield prefix + key, value
-
-
-def _decode(kind: type, value: Any) -> Any:
-    return kind(value)  # a Size, the one type msgspec does not know
+            yield (key,), value
 
 
 def _explained(error: msgspec.ValidationError, origins: dict[str, str]) -> SetupError:

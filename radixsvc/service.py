@@ -10,35 +10,34 @@ import asyncio
 import logging
 import signal
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from functools import partial
 
 from aiohttp import web
 
-from radixsvc import api_prefix, systemd
+from radixsvc import api_prefix
 from radixsvc.admission import EDGE, Edge, KeyRing
 from radixsvc.app import create_app, make_runner
 from radixsvc.config import Config
 from radixsvc.errors import SetupError
 from radixsvc.metrics import Metrics
 from radixsvc.startup import Backend, build_backend
+from radixsvc.systemd import extend_timeout, notify, watch
 
 log = logging.getLogger("radixsvc.service")
 
-LOADER = "loader"  # the thread that builds the backend
+Build = Callable[[Config], Backend]
 STALL_SECONDS = 120.0  # without a step, though there is work, the engine counts as stuck
 
 
-async def serve(config: Config, build: Callable[[Config], Backend] = build_backend) -> int:
+async def serve(config: Config, build: Build = build_backend) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status. SetupError if it can't start."""
     keys = KeyRing.load(config.server.keys_file)
     refuse_open_door(config, keys)
     edge = Edge(config, keys, Metrics())
-    notifier = systemd.Notifier()
     listener = bind(config.server.host, config.server.port)
     app = create_app(edge)
-    app.cleanup_ctx.append(_backend_context(build, notifier))
+    app.cleanup_ctx.append(partial(_backend_context, build))
     runner = make_runner(app)
     stop = asyncio.Event()
     edge.on_failure = stop.set
@@ -51,14 +50,14 @@ async def serve(config: Config, build: Callable[[Config], Backend] = build_backe
     await stop.wait()
     for number in (signal.SIGTERM, signal.SIGINT):  # a second one ends the process at once
         loop.remove_signal_handler(number)
-    notifier.stopping(config.server.drain_seconds + 15)
+    drain_seconds = config.server.drain_seconds
+    notify("STOPPING=1", "STATUS=draining", extend_timeout(drain_seconds + 15))
     edge.draining = True
     if edge.backend is not None:
-        await asyncio.to_thread(edge.backend.engine.drain, config.server.drain_seconds)
+        await asyncio.to_thread(edge.backend.engine.drain, drain_seconds)
     await runner.cleanup()
     if edge.backend is not None:
         await asyncio.to_thread(edge.backend.close)
-    notifier.close()
     if isinstance(edge.failure, SetupError):
         raise edge.failure
     return 1 if edge.failure else 0
@@ -70,9 +69,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
         raise SetupError(
-            f"can't listen on {host}:{port}: {error.strerror}. Pick another port with --port, or "
-            "stop what uses it.",
+            f"can't listen on {host}:{port}: {reason}. Pick another port with --port, or stop "
+            "what uses it.",
             69,
         ) from None
 
@@ -89,30 +89,19 @@ def refuse_open_door(config: Config, keys: KeyRing) -> None:
         )
 
 
-def _backend_context(
-    build: Callable[[Config], Backend], notifier: systemd.Notifier
-) -> Callable[[web.Application], AsyncIterator[None]]:
-    """A cleanup context that loads the model beside the running server and watches the engine."""
-
-    async def context(app: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(_bring_up(app[EDGE], build, notifier))
-        yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    return context
+async def _backend_context(build: Build, app: web.Application) -> AsyncIterator[None]:
+    """Load the model beside the running server, and watch the engine for as long as it runs."""
+    task = asyncio.create_task(_bring_up(app[EDGE], build))
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
-async def _bring_up(
-    edge: Edge, build: Callable[[Config], Backend], notifier: systemd.Notifier
-) -> None:
+async def _bring_up(edge: Edge, build: Build) -> None:
     """Load, run the first forward pass, warm named prompts, then tell and watch for ever."""
+    starting = asyncio.create_task(_tell_of_loading())
     try:
-        loading = _on_daemon_thread(lambda: build(edge.config))
-        while not loading.done():
-            notifier.loading(60)
-            await asyncio.wait([loading], timeout=5)
-        backend = loading.result()
+        backend = await asyncio.to_thread(build, edge.config)
         engine = backend.engine
         loop = asyncio.get_running_loop()
         engine.on_failure = lambda error: loop.call_soon_threadsafe(edge.fail, error)
@@ -120,11 +109,11 @@ async def _bring_up(
         engine.start()
         edge.backend = backend
         while not engine.ready:
-            notifier.loading(60)
             await asyncio.sleep(0.02)
         await api_prefix.warm_named_prompts(edge)
         log.info("ready: %s", backend.model_name)
-        notifier.ready(f"serving {backend.model_name}")
+        starting.cancel()
+        notify("READY=1", f"STATUS=serving {backend.model_name}")
 
         def is_alive() -> bool:
             busy, seconds = engine.progress()
@@ -136,22 +125,16 @@ async def _bring_up(
             stats = engine.stats()
             return f"{backend.model_name}: {stats.running} running, {stats.waiting} waiting"
 
-        await systemd.watch(notifier, is_alive, status)
+        await watch(is_alive, status)
     except Exception as error:
         if not isinstance(error, SetupError):
             log.exception("the service can't start")
         edge.fail(error)
+    finally:
+        starting.cancel()
 
 
-def _on_daemon_thread(function: Callable[[], Backend]) -> asyncio.Future[Backend]:
-    """`function` on a thread that does not keep the process from ending: loading takes minutes."""
-    future: Future[Backend] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=LOADER, daemon=True).start()
-    return asyncio.wrap_future(future)
+async def _tell_of_loading() -> None:
+    while True:
+        notify("STATUS=loading the model", extend_timeout(60))
+        await asyncio.sleep(5)

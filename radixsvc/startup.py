@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from radixsvc.architecture import ModelInfo, describe
 from radixsvc.attention import set_num_threads
 from radixsvc.cache import Lower, PrefixCache
-from radixsvc.checkpoint import available_memory
-from radixsvc.config import Config
+from radixsvc.checkpoint import available_memory, disk_space
+from radixsvc.config import Config, Size
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.errors import SetupError
 from radixsvc.fetch import fetch
 from radixsvc.model import load_model, measure_num_threads
-from radixsvc.node import TOKEN_BYTES
+from radixsvc.node import PAGES, TOKEN_BYTES
 from radixsvc.residency import TierPolicy
 from radixsvc.scheduler import SchedulerConfig
 from radixsvc.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ from tiers.page import PageShape
 
 log = logging.getLogger("radixsvc.startup")
 
+PAGE_METADATA = 128  # bytes of ledger and tree a page takes at most, beside its own
 MAX_NAMESPACE_BYTES = 2048  # a key's name and a salt, beside a page's tokens on disk
 
 
@@ -65,27 +66,24 @@ def build_backend(config: Config) -> Backend:
     if device.type == "cpu":
         set_num_threads(measure_num_threads(model.info.dtype))
     shape = model.page_shape(config.tiers.device.page_size)
-    pages = num_device_pages(config, shape, device)
-    tier = DeviceTier(shape, pages, device)
+    tier = DeviceTier(shape, num_device_pages(config, shape, device), device)
     lower = build_lower(config, tier, bytes.fromhex(model.info.fingerprint))
     cache = PrefixCache(tier, shape.page_size, lower=lower)
-    for name, quota in config.quotas.items():
-        cache.set_quota(name, quota.device.resolve(pages * shape.nbytes) // shape.nbytes)
-    scheduler = SchedulerConfig(
-        max_running=config.scheduler.max_running,
-        max_waiting=config.scheduler.max_waiting,
-        step_seconds=config.scheduler.step_seconds,
-        max_chunk=config.scheduler.max_chunk,
-        share_running_prefixes=config.scheduler.share_running_prefixes,
-    )
+    log.info("%s on %s in %s", model.info.name, device, model.info.dtype)
+    held = (tier, lower.host, lower.disk) if lower is not None else (tier,)
+    for level, (name, part) in enumerate(zip(PAGES, held, strict=False)):
+        if part is not None:
+            log.info("%s", describe_tier(name, config, shape, part.num_pages))
+            for account, quota in config.quotas.items():
+                share: Size = getattr(quota, name)
+                num_bytes = share.resolve(part.num_pages * shape.nbytes)
+                cache.set_quota(account, num_bytes // shape.nbytes, level)
+    scheduler = SchedulerConfig(**msgspec.structs.asdict(config.scheduler))
     engine = Engine(
         model, tier, cache, EngineConfig(scheduler, stream_deadline=config.server.write_seconds)
     )
     if config.model.max_context:
         engine.max_request_tokens = min(engine.max_request_tokens, config.model.max_context)
-    log.info("%s on %s in %s", model.info.name, device, model.info.dtype)
-    for line in describe_tiers(config, shape, device).splitlines():
-        log.info("%s", line)
     return Backend(model.info.name, engine, Tokenizer(path), model.info, int(time.time()), lower)
 
 
@@ -123,7 +121,7 @@ def build_lower(config: Config, device: DeviceTier, fingerprint: bytes) -> Lower
 def pick_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one that torch can use."""
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -139,10 +137,8 @@ def _dtype(config: Config) -> str | None:
 
 def device_memory(device: torch.device) -> int:
     """Bytes that pages on this device could take."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return available_memory()
+    on_gpu = device.type == "cuda"
+    return int(torch.cuda.mem_get_info(device)[0]) if on_gpu else available_memory()
 
 
 def num_device_pages(config: Config, shape: PageShape, device: torch.device) -> int:
@@ -161,49 +157,26 @@ def num_device_pages(config: Config, shape: PageShape, device: torch.device) -> 
             f"tiers.device.size is {size}, which holds {num_pages} pages of "
             f"{shape.nbytes / 2**20:.1f} MiB: at least 8 are needed"
         )
-    return int(num_pages)
+    return num_pages
 
 
-PAGE_METADATA = 128  # bytes of ledger and tree a page takes at most, beside its own
-
-
-def describe_tiers(config: Config, shape: PageShape, device: torch.device) -> str:
-    """Pages and tokens of each tier, a line each."""
-    available = {
-        "device": device_memory(device),
-        "host": available_memory(),
-        "disk": disk_space(config.tiers.disk.path),
-    }
-    sizes = {
-        "device": config.tiers.device.size,
-        "host": config.tiers.host.size,
-        "disk": config.tiers.disk.size,
-    }
-    lines = []
-    for name, size in sizes.items():
-        num_bytes = size.resolve(available[name])
-        pages = num_bytes // (shape.nbytes + PAGE_METADATA)
-        lines.append(
-            f"{name}: {num_bytes / 2**30:.2f} GiB ({size}), {pages:,} pages, "
-            f"{pages * shape.page_size:,} tokens"
-        )
-    return "\n".join(lines)
+def describe_tier(name: str, config: Config, shape: PageShape, num_pages: int) -> str:
+    """What a tier holds, in a line."""
+    return (
+        f"{name}: {num_pages * shape.nbytes / 2**30:.2f} GiB ({getattr(config.tiers, name).size}), "
+        f"{num_pages:,} pages, {num_pages * shape.page_size:,} tokens"
+    )
 
 
 def capacity(config: Config) -> str:
-    """`describe_tiers` for a model that is not loaded."""
+    """What the tiers will hold, about, for a model that is not loaded; a line each."""
     device = pick_device(config.model.device)
     info = describe(fetch(config.model.name or None), _dtype(config), device)
     shape = info.page_shape(config.tiers.device.page_size)
-    head = f"{info.name}, {info.dtype} on {device}: {shape.nbytes:,} bytes a page"
-    return f"{head}\n{describe_tiers(config, shape, device)}"
-
-
-def disk_space(path: str) -> int:
-    """Free bytes where `path` is, or will be."""
-    if not path:
-        return 0
-    folder = Path(path)
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    lines = [f"{info.name}, {info.dtype} on {device}: {shape.nbytes:,} bytes a page"]
+    available = (device_memory(device), available_memory(), disk_space(config.tiers.disk.path))
+    for name, num_bytes in zip(PAGES, available, strict=True):
+        size: Size = getattr(config.tiers, name).size
+        num_pages = size.resolve(num_bytes) // (shape.nbytes + PAGE_METADATA)
+        lines.append(describe_tier(name, config, shape, num_pages))
+    return "\n".join(lines)

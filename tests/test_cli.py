@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from serving import RunningBackend, serving
 
-from radixsvc.cli import main
+from radixsvc import bench
+from radixsvc.cli import BENCHES, main
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +64,24 @@ def test_nobody_there_is_69(capsys: pytest.CaptureFixture[str]) -> None:
     assert "radixsvc serve" in capsys.readouterr().err
 
 
-def test_wrong_usage_is_2() -> None:
+def test_wrong_usage_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["nonsense"], ["generate"], ["serve", "--no-such"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+    assert main(["bench", "nonsense"]) == 2
+    assert main(["stats", "--url", "nonsense"]) == 2
+    assert "http://127.0.0.1:8011" in capsys.readouterr().err
+
+
+def test_every_benchmark_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(bench.__file__).parent
+    runnable = [f.stem for f in folder.glob("*.py") if "\ndef run(" in f.read_text()]
+    assert sorted([*BENCHES, "demo", "simulate"]) == sorted(runnable)
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "tree", "--help"])
+    assert caught.value.code == 0
+    assert "--page-size" in capsys.readouterr().out
 
 
 def test_print_config_has_origins_and_capacity(
@@ -80,6 +94,10 @@ def test_print_config_has_origins_and_capacity(
     assert "--set" in out
     assert "default" in out
     assert "device: 0.00 GiB (1MiB)" in out
+    assert main(["print-config", "--json", *options]) == 0
+    settings = json.loads(capsys.readouterr().out)
+    assert settings["tiers.device.size"] == {"value": "1MiB", "origin": "--set"}
+    assert settings["server.port"] == {"value": 8011, "origin": "default"}
 
 
 def test_check_config_is_0_or_78(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,5 +113,7 @@ def test_doctor_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for subject in ("extension", "gpu", "processor", "memory", "pinning", "models"):
         assert subject in out
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["extension"]["mark"] == "ok"
     assert main(["version"]) == 0
     assert capsys.readouterr().out[0].isdigit()

@@ -25,6 +25,14 @@ def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
     assert "server.host" not in origins
 
 
+def test_a_quoted_name_may_hold_dots(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[quotas."team.a"]\ndevice = "10%"\n')
+    config, origins = load(str(file))
+    assert config.quotas["team.a"].device.resolve(100) == 10
+    assert origins == {"quotas.team.a.device": str(file)}
+
+
 def test_sizes_have_units_or_are_shares() -> None:
     assert Size("24GiB").resolve(1) == 24 << 30
     assert Size("1.5 kb").resolve(1) == 1500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -12,69 +13,79 @@ from pathlib import Path
 
 import pytest
 
-from radixsvc.systemd import Notifier, watch
+from radixsvc.systemd import extend_timeout, notify, watch, watchdog_seconds
 
 UNIT = Path(__file__).resolve().parent.parent / "configs" / "radixsvc.service"
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
-    path = str(tmp_path / "notify")
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
-        receiver.bind(path)
+        receiver.bind(str(tmp_path / "notify"))
         receiver.settimeout(5)
-        yield path, receiver
+        yield receiver
 
 
-def test_states_reach_the_manager(manager: tuple[str, socket.socket]) -> None:
-    path, receiver = manager
-    notifier = Notifier({"NOTIFY_SOCKET": path})
-    notifier.loading(60)
-    notifier.ready("serving tiny")
-    notifier.stopping(75)
-    notifier.close()
-    assert receiver.recv(1000) == b"STATUS=loading the model\nEXTEND_TIMEOUT_USEC=60000000"
-    assert receiver.recv(1000) == b"READY=1\nSTATUS=serving tiny"
-    assert receiver.recv(1000) == b"STOPPING=1\nSTATUS=draining\nEXTEND_TIMEOUT_USEC=75000000"
+def test_states_reach_the_manager(manager: socket.socket) -> None:
+    notify("STATUS=loading the model", extend_timeout(60))
+    notify("READY=1")
+    assert manager.recv(1000) == b"STATUS=loading the model\nEXTEND_TIMEOUT_USEC=60000000"
+    assert manager.recv(1000) == b"READY=1"
 
 
-def test_abstract_sockets_are_reached() -> None:
+def test_abstract_sockets_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"radixsvc-test-{os.getpid()}"
+    monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind("\0" + name)
         receiver.settimeout(5)
-        notifier = Notifier({"NOTIFY_SOCKET": "@" + name})
-        notifier.alive()
-        notifier.close()
+        notify("WATCHDOG=1")
         assert receiver.recv(1000) == b"WATCHDOG=1"
 
 
 async def test_the_watchdog_is_patted_only_while_alive(
-    manager: tuple[str, socket.socket],
+    manager: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, receiver = manager
-    environ = {"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "20000", "WATCHDOG_PID": str(os.getpid())}
-    notifier = Notifier(environ)
+    monkeypatch.setenv("WATCHDOG_USEC", "20000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
     alive = True
-    task = asyncio.create_task(watch(notifier, lambda: alive, lambda: "fine"))
-    loop = asyncio.get_running_loop()
-    first = await loop.run_in_executor(None, receiver.recv, 1000)
-    assert first == b"WATCHDOG=1"
+    asked = asyncio.Semaphore(0)
+
+    def is_alive() -> bool:
+        asked.release()
+        return alive
+
+    task = asyncio.create_task(watch(is_alive, lambda: "fine"))
+    assert await asyncio.to_thread(manager.recv, 1000) == b"WATCHDOG=1\nSTATUS=fine"
     alive = False
-    while (await loop.run_in_executor(None, receiver.recv, 1000)) == b"WATCHDOG=1":
-        pass
-    later = [await loop.run_in_executor(None, receiver.recv, 1000) for _ in range(5)]
-    assert b"WATCHDOG=1" not in later[1:]
+    manager.setblocking(False)
+    for _ in range(5):
+        await asked.acquire()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            manager.recv(1000)
+    for _ in range(5):
+        await asked.acquire()
+    with pytest.raises(BlockingIOError):
+        manager.recv(1000)
     task.cancel()
-    notifier.close()
 
 
-def test_another_process_watchdog_is_not_ours() -> None:
-    notifier = Notifier({"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "9", "WATCHDOG_PID": "1"})
-    assert notifier.watchdog_seconds == 0
-    notifier.alive()  # nobody listens: logged, not raised
-    notifier.close()
-    Notifier({}).ready("no manager at all")
+def test_another_process_watchdog_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "9000000")
+    monkeypatch.setenv("WATCHDOG_PID", "1")
+    assert watchdog_seconds() == 0
+    monkeypatch.delenv("WATCHDOG_PID")
+    assert watchdog_seconds() == 9
+
+
+@pytest.mark.parametrize("address", [None, "/nowhere"])
+def test_no_manager_is_no_error(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    if address:
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+    notify("READY=1")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")

@@ -468,9 +468,9 @@ class RadixTree:
         for node in touched:
             device = np.frombuffer(node.device, np.int32)
             if (device < 0).any():
-                self._keep(node, DEVICE, device[: int((device < 0).argmax())])
+                self._keep(node, DEVICE, int((device < 0).argmax()))
                 for below in self._below(node):
-                    self._keep(below, DEVICE, _NO_PAGES)
+                    self._keep(below, DEVICE, 0)
         for node in touched:
             if node.parent is not None:
                 self._close_gap(node)
@@ -478,14 +478,13 @@ class RadixTree:
                     if one.refs == 0 and one not in self.ghosts and not self._is_known(one):
                         self._bury(one, DEVICE)
 
-    def _keep(self, node: Node, level: int, pages: PageIds) -> None:
-        """Leave a node only these of its pages of a tier; let go of the others."""
+    def _keep(self, node: Node, level: int, num_pages: int) -> None:
+        """Leave a node only its first pages of a tier; let go of those behind."""
         held = np.frombuffer(getattr(node, PAGES[level]), np.int32)
-        gone = held[(held >= 0) & ~np.isin(held, pages)]
+        gone = held[num_pages:]
         if len(gone):
-            self._freed[level].append(gone.tobytes())
-        if len(pages) < len(held):
-            self._set_pages(node, level, pages)
+            self._freed[level].append(gone[gone >= 0].tobytes())
+            self._set_pages(node, level, held[:num_pages])
 
     def _set_pages(self, node: Node, level: int, pages: PageIds) -> None:
         packed = pages.tobytes()
@@ -505,8 +504,7 @@ class RadixTree:
         if known == self.num_pages(node):
             return
         for level in range(1, self.num_tiers):
-            held = np.frombuffer(getattr(node, PAGES[level]), np.int32)
-            self._keep(node, level, held[:known])
+            self._keep(node, level, known)
         for below in reversed(list(self._below(node))):
             self._drop_pages(below)
             if below.refs == 0 and below not in self.ghosts:

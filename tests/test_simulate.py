@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -227,26 +228,32 @@ def test_the_simulation_prints_every_policy(
     assert simulate.run(simulate_on(tmp_path)) == 0
     printed = capsys.readouterr().out
     assert "12 requests, 18,000 prompt tokens" in printed
-    rows = {line[:15].strip(): line[15:].split() for line in printed.splitlines()}
-    assert set(simulate.POLICIES) <= set(rows)
-    assert rows["none"][0] == "0.0%"
-    assert rows["radix"][0] == rows["optimum"][0] != "0.0%"
+    cells = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
+    hit = {row[1]: row[2] for row in cells if len(row) > 2}
+    assert set(simulate.POLICIES) <= set(hit)
+    assert hit["none"] == "0.0%"
+    assert hit["radix"] == hit["optimum"] == hit["no limit"] != "0.0%"
 
 
 def test_a_curve_rises_with_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--curve", "2MiB,200MiB,2GiB", "--json", "--policies", "radix,optimum"]
+    options = ["--device", "2MiB,200MiB,2GiB", "--json", "--policies", "radix"]
     simulate.run(simulate_on(tmp_path, *options))
-    figures = {m["name"]: m["value"] for m in json.loads(capsys.readouterr().out)}
-    curve = [figures[f"{size}: radix: hit rate"] for size in ("2 MiB", "200 MiB", "2 GiB")]
+    found = json.loads(capsys.readouterr().out)
+    assert [r["case"] for r in found] == ["t, 2 MiB", "t, 200 MiB", "t, 2 GiB"]
+    curve = [r["hit"] for r in found]
     assert curve[0] == 0 < curve[2]
     assert curve == sorted(curve)
-    assert figures["2 MiB: radix: TTFT mean"] == pytest.approx(150)  # 1,500 at 10,000 a second
+    assert found[0]["ttft_mean"] == pytest.approx(0.15)  # 1,500 at 10,000 a second
 
 
-def test_every_workload_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    simulate.run(simulate_on(tmp_path, "--every-workload", "--sessions", "2", "--groups", "1"))
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[0] for row in rows[1:]] == [name for name in workloads.WORKLOADS if name != "trace"]
+def test_every_workload_has_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    options = ["--every-workload", "--sessions", "2", "--groups", "1"]
+    simulate.run(parser.parse_args(options))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[1] for line in lines if re.match(r"\| [a-z]", line)]
+    assert rows == [name for name in workloads.WORKLOADS if name != "trace"] * 2
 
 
 @pytest.mark.parametrize("option", [["--policies", "magic"], ["--trace", "nowhere.jsonl"]])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import bisect
+import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from radixsvc.request import Tokens
@@ -62,6 +66,44 @@ class Reply:
         return {"role": "assistant", "content": self.text or "ok"}
 
 
+def rendered(call: Call) -> str:
+    """A prompt as one string in which a shared prefix is a shared prefix; a word for a token."""
+    if call.tokens is not None:
+        return "".join(map(chr, call.tokens.tolist()))
+    tools = sorted(json.dumps(tool, sort_keys=True) for tool in call.tools)
+    return " ".join([*tools, *map(rendered_message, call.messages)])
+
+
+def rendered_message(message: Message) -> str:
+    calls = message.get("tool_calls")
+    tail = f" {json.dumps(calls)}" if calls else ""
+    return f"<{message['role']}> {message['content']}{tail} <end>"
+
+
+class Seen:
+    """All prompts and replies of a run, to tell how much of a new prompt came before: the most
+    that a cache could have reused.
+    """
+
+    def __init__(self) -> None:
+        self._sorted: list[str] = []
+
+    def share(self, prompt: str) -> float:
+        """The share of a prompt's characters that something seen begins with."""
+        at = bisect.bisect_left(self._sorted, prompt)
+        neighbours = self._sorted[max(0, at - 1) : at + 1]
+        longest = max((_common_len(prompt, other) for other in neighbours), default=0)
+        return longest / len(prompt)
+
+    def add(self, prompt: str) -> None:
+        bisect.insort(self._sorted, prompt)
+
+
+def _common_len(a: str, b: str) -> int:
+    """Length of the longest common prefix."""
+    return bisect.bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda n: a[:n] != b[:n])
+
+
 class Send(Protocol):
     """Carries out a call and returns its `n` replies; none where it failed."""
 
@@ -70,10 +112,34 @@ class Send(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """`start`: seconds after the run's start, or None where the arrival process decides."""
+    """`start`: seconds after the run's start, where the workload decides that."""
 
     run: Callable[[Send], Awaitable[None]]
-    start: float | None = None
+    start: float = 0.0
+
+
+def take_turns(
+    sessions: Sequence[Session], concurrency: int, rotate: bool
+) -> list[Callable[[Send], Coroutine[Any, Any, None]]]:
+    """The sessions of a closed loop, so many of them at once, the next when one ends.
+
+    With `rotate` all run, and so many of their calls: every session's turn k comes before any
+    session's turn k + 1.
+    """
+    slots = asyncio.Semaphore(concurrency)
+
+    async def whole(session: Session, send: Send) -> None:
+        async with slots:
+            await session.run(send)
+
+    async def by_call(session: Session, send: Send) -> None:
+        async def wait_and_send(call: Call) -> list[Reply]:
+            async with slots:
+                return await send(call)
+
+        await session.run(wait_and_send)
+
+    return [partial(by_call if rotate else whole, session) for session in sessions]
 
 
 def text(rng: random.Random, num_words: int) -> str:

@@ -7,7 +7,6 @@ up to that place. Caches of prefixes can't tell them from real tokens.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from radixsvc.bench.calls import Call, Reply, Session, text
+from radixsvc.bench.calls import Call, Reply, Session, rendered, take_turns, text
 from radixsvc.bench.traces import BLOCK_TOKENS, read_trace
 from radixsvc.request import Tokens
 
@@ -86,28 +85,29 @@ def trace_history(path: Path, limit: int | None = None) -> list[Prompt]:
     return history
 
 
-def workload_history(sessions: Sequence[Session], concurrency: int) -> list[Prompt]:
+def workload_history(
+    sessions: Sequence[Session], concurrency: int, rotate: bool = False
+) -> list[Prompt]:
     """What a server would see of a workload run in a closed loop, a token a word.
 
     Every reply is `max_tokens` words long; it is in the history, as the output of its request.
     """
-    return asyncio.run(_record(sessions, concurrency))
+    return asyncio.run(_record(sessions, concurrency, rotate))
 
 
-async def _record(sessions: Sequence[Session], concurrency: int) -> list[Prompt]:
+async def _record(sessions: Sequence[Session], concurrency: int, rotate: bool) -> list[Prompt]:
     history: list[Prompt] = []
-    ids: dict[tuple[int, str | int], int] = {}
-    slots = asyncio.Semaphore(concurrency)
+    ids: dict[tuple[int, str], int] = {}
 
-    def prefix_ids(pieces: Sequence[str | int], parent: int = -1) -> list[int]:
+    def prefix_ids(words: Sequence[str], parent: int = -1) -> list[int]:
         chain = []
-        for piece in pieces:
-            parent = ids.setdefault((parent, piece), len(ids))
+        for word in words:
+            parent = ids.setdefault((parent, word), len(ids))
             chain.append(parent)
         return chain
 
     async def send(session: int, call: Call) -> list[Reply]:
-        prompt = prefix_ids(prompt_pieces(call))
+        prompt = prefix_ids([*rendered(call).split(), "<assistant>"])
         replies = []
         for i in range(call.n):
             reply = Reply(text(random.Random(f"{call.key} reply {i}"), call.max_tokens))
@@ -118,23 +118,7 @@ async def _record(sessions: Sequence[Session], concurrency: int) -> list[Prompt]
         await asyncio.sleep(0)  # the others' turn
         return replies
 
-    async def one(index: int, session: Session) -> None:
-        async with slots:
-            await session.run(partial(send, index))
-
     async with asyncio.TaskGroup() as group:
-        for index, session in enumerate(sessions):
-            group.create_task(one(index, session))
+        for index, run in enumerate(take_turns(sessions, concurrency, rotate)):
+            group.create_task(run(partial(send, index)))
     return history
-
-
-def prompt_pieces(call: Call) -> list[str | int]:
-    """A prompt as a tokenizer with a token a word would cut it, framed as chat templates do."""
-    if call.tokens is not None:
-        return list(call.tokens.tolist())
-    pieces: list[str | int] = []
-    for tool in call.tools:
-        pieces += json.dumps(tool).split()
-    for message in call.messages:
-        pieces += [f"<{message['role']}>", *message["content"].split(), "<end>"]
-    return [*pieces, "<assistant>"]

@@ -46,15 +46,14 @@ def table(metrics: Sequence[Metric]) -> str:
     return format_rows(rows)
 
 
-def format_rows(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows of cells with aligned columns: the first `left` to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+def format_rows(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, the first row its head; all columns but the first to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first, *others = widths
+    rule = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
     return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+        f"| {' | '.join([row[0].ljust(first), *map(str.rjust, row[1:], others)])} |"
+        for row in (rows[0], rule, *rows[1:])
     )
 
 

@@ -1,7 +1,7 @@
 """A load generator for any server that speaks OpenAI's HTTP API with streaming.
 
-Closed loop: `--concurrency` sessions at once, the next starts when one ends. Poisson: sessions
-start at `--rate` a second, whatever the server does. A trace's sessions start at its own times.
+Closed loop: `--concurrency` sessions at once, the next starts when one ends. With `--rate` they
+start so many a second, a Poisson process, whatever the server does. A trace has its own times.
 Times are the client's: from just before the request is written to the arrival of a chunk with
 content. Cached tokens are what the server reports in `usage`; beside them stands the most that
 could have been reused: the share of each prompt's characters that an earlier prompt of the run,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -25,9 +26,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from radixsvc.bench.calls import Call, Reply, Session
+from radixsvc.bench.calls import (
+    Call,
+    Reply,
+    Seen,
+    Send,
+    Session,
+    rendered,
+    rendered_message,
+    take_turns,
+)
 from radixsvc.bench.report import Metric
-from radixsvc.bench.seen import Seen, rendered, rendered_message
 from radixsvc.bench.workloads import add_workload_arguments, build_workload
 from radixsvc.errors import SetupError
 
@@ -40,12 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", default=url, help="the server's address, without /v1; default: %(default)s")
     add("--model", help="model name to ask for; the server's first one by default")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
-    add("--arrival", choices=("closed", "poisson", "trace"), help="how sessions start")
     add("--concurrency", type=int, default=8, help="closed loop: sessions at once")
     add("--rate", type=float, help="Poisson: sessions a second")
     add("--timeout", type=float, default=600.0, help="seconds a request may take")
-    add("--respect-eos", action="store_true", help="do not send ignore_eos")
-    add("--body", default="{}", metavar="JSON", help="further fields for every request's body")
+    add(
+        "--body",
+        default="{}",
+        metavar="JSON",
+        help="fields for every request's body, in which ignore_eos is true by default",
+    )
     add_workload_arguments(parser)
 
 
@@ -97,9 +109,7 @@ class Measured:
 
 async def drive(args: argparse.Namespace) -> list[Metric]:
     """Run the workload against the server and sum up. Raises ValueError on bad arguments."""
-    extra = json.loads(args.body)
-    if not args.respect_eos:
-        extra = {"ignore_eos": True, **extra}
+    extra = {"ignore_eos": True, **json.loads(args.body)}
     headers = {}
     if args.api_key_env:
         key = os.environ.get(args.api_key_env)
@@ -126,32 +136,25 @@ async def first_model(http: aiohttp.ClientSession, url: str) -> str:
         return str((await response.json())["data"][0]["id"])
 
 
-async def start_all(
-    sessions: list[Session],
-    send: Callable[[Call], Awaitable[list[Reply]]],
-    args: argparse.Namespace,
-) -> None:
+async def start_all(sessions: list[Session], send: Send, args: argparse.Namespace) -> None:
     """Run all sessions, each at the time its arrival process says."""
-    default = "trace" if args.workload == "trace" else "poisson" if args.rate else "closed"
-    arrival = args.arrival or default
-    if arrival == "poisson" and not args.rate:
-        raise ValueError("Poisson arrivals need --rate")
-    slots = asyncio.Semaphore(args.concurrency if arrival == "closed" else len(sessions) or 1)
-    rng = random.Random(f"{args.seed} arrivals")
-    clock = 0.0
+    starts = [0.0 for _ in sessions]
+    if args.rate:
+        rng = random.Random(f"{args.seed} arrivals")
+        starts = list(itertools.accumulate(rng.expovariate(args.rate) for _ in sessions))
+    elif args.workload == "trace":
+        starts = [session.start for session in sessions]
+    closed = not args.rate and args.workload != "trace"
+    concurrency = args.concurrency if closed else len(sessions)
 
-    async def one(session: Session, delay: float) -> None:
-        await asyncio.sleep(delay)
-        async with slots:
-            await session.run(send)
+    async def one(run: Callable[[Send], Awaitable[None]], start: float) -> None:
+        await asyncio.sleep(start)
+        await run(send)
 
     async with asyncio.TaskGroup() as group:
-        for session in sessions:
-            if arrival == "poisson":
-                clock += rng.expovariate(args.rate)
-            elif arrival == "trace":
-                clock = session.start or 0.0
-            group.create_task(one(session, clock))
+        turns = take_turns(sessions, concurrency, args.rotate)
+        for run, start in zip(turns, starts, strict=True):
+            group.create_task(one(run, start))
 
 
 class LoadClient:
@@ -183,7 +186,7 @@ class LoadClient:
             return []
         replies = [answer.reply() for answer in answers]
         for reply in replies:
-            self.seen.add(prompt + rendered_message(reply.message))
+            self.seen.add(f"{prompt} {rendered_message(reply.message)}")
         return replies
 
     async def _stream(self, call: Call, record: Measured, answers: list[Answer]) -> None:

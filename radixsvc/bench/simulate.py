@@ -1,4 +1,4 @@
-"""Replay a trace or a workload against cache policies, with budgets of memory and no model.
+"""Replay traces or workloads against cache policies, with budgets of memory and no model.
 
 Tells which share of prompt tokens each policy would have found where, how much prefill that
 saves and what it makes of the time to first token, so that tier sizes can be chosen before
@@ -15,32 +15,28 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from radixsvc.bench.history import Prompt, trace_history, workload_history
 from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix, tiered
-from radixsvc.bench.report import Metric, format_rows
+from radixsvc.bench.report import format_rows
 from radixsvc.bench.workloads import WORKLOADS, add_workload_arguments, build_workload
-from radixsvc.config import Size
+from radixsvc.config import UNITS, Size
 from radixsvc.errors import SetupError
 from radixsvc.residency import TierPolicy
-
-TTFT_COLUMNS = ("mean", "p50", "p95")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policies", default=",".join(POLICIES), help="which to compare")
-    add("--device", type=size, default="40GiB", help="device memory for keys and values")
+    add("--device", type=sizes, default="40GiB", help="device memory, or several: 16GiB,64GiB")
     add("--host", type=size, default="200GiB", help="host tier")
     add("--disk", type=size, default="1TiB", help="disk tier")
-    add("--every-workload", action="store_true", help="hit rates of all workloads, in one table")
-    add("--curve", metavar="SIZES", type=sizes, default=[], help="device sizes, e.g. 20GiB,40GiB")
+    add("--every-workload", action="store_true", help="all workloads, in one table")
     add("--bytes-per-token", type=size, default="128KiB", help="keys and values of all layers")
     add("--page-size", type=int, default=16)
     add("--prefill-rate", type=float, default=10_000.0, help="tokens/s computed on one device")
@@ -96,9 +92,10 @@ POLICIES: dict[str, Callable[[Setting, Sequence[Prompt]], Policy]] = {
     "linear": lambda at, history: Linear(at.device_tokens),
     "paged": lambda at, history: Paged(at.pages[0], at.page_size),
     "radix": lambda at, history: Radix(at.pages[0], at.page_size),
-    "tiers": lambda at, history: tiered(at.pages, at.page_size, at.seconds, at.tiers),
+    "radix + tiers": lambda at, history: tiered(at.pages, at.page_size, at.seconds, at.tiers),
     "optimum": lambda at, history: Optimum(at.device_tokens, history),
     "optimum of all": lambda at, history: Optimum(at.all_tokens, history),
+    "no limit": lambda at, history: Optimum(sum(p.total_len for p in history), history),
 }
 
 
@@ -106,6 +103,7 @@ POLICIES: dict[str, Callable[[Setting, Sequence[Prompt]], Policy]] = {
 class Result:
     """What a policy made of a history. Shares are of prompt tokens; times in seconds."""
 
+    case: str
     policy: str
     hit: float
     device: float
@@ -114,21 +112,26 @@ class Result:
     later_hit: float  # of turns after a conversation's first
     saved_tokens: int
     too_long: int  # requests that do not fit on the device
-    ttft: dict[str, float]
-    later_ttft: dict[str, float]
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p95: float
+    later_ttft_mean: float | None  # None where there are no later turns
     seconds: float  # the simulation took
 
 
-def replay(name: str, history: Sequence[Prompt], setting: Setting) -> Result:
+def replay(case: str, name: str, history: Sequence[Prompt], setting: Setting) -> Result:
     policy = POLICIES[name](setting, history)
     started = time.perf_counter()
-    found = np.array([_as_row(policy, prompt) for prompt in history], np.int64).reshape(-1, 4)
+    rows = [policy.serve(prompt) for prompt in history]
     seconds = time.perf_counter() - started
+    found = np.array([(r.device, r.host, r.disk, r.computed) for r in rows], np.int64)
     later = np.array([prompt.turn > 0 for prompt in history], np.bool_)
     ttft = found @ np.array([0.0, *setting.seconds])
-    total = max(1, int(found.sum()))
+    p50, p95 = np.percentile(ttft, (50, 95)).tolist()
+    total = int(found.sum())
     device, host, disk, computed = (int(n) for n in found.sum(axis=0))
     return Result(
+        case=case,
         policy=name,
         hit=1 - computed / total,
         device=device / total,
@@ -137,30 +140,12 @@ def replay(name: str, history: Sequence[Prompt], setting: Setting) -> Result:
         later_hit=float(found[later, :3].sum() / max(1, found[later].sum())),
         saved_tokens=total - computed,
         too_long=sum(prompt.total_len > setting.device_tokens for prompt in history),
-        ttft=_quantiles(ttft),
-        later_ttft=_quantiles(ttft[later]),
+        ttft_mean=float(ttft.mean()),
+        ttft_p50=p50,
+        ttft_p95=p95,
+        later_ttft_mean=float(ttft[later].mean()) if later.any() else None,
         seconds=seconds,
     )
-
-
-def _as_row(policy: Policy, prompt: Prompt) -> tuple[int, int, int, int]:
-    found = policy.serve(prompt)
-    return found.device, found.host, found.disk, found.computed
-
-
-def _quantiles(seconds: np.ndarray) -> dict[str, float]:
-    if not len(seconds):
-        return dict.fromkeys(TTFT_COLUMNS, 0.0)
-    p50, p95 = np.percentile(seconds, (50, 95))
-    return {"mean": float(seconds.mean()), "p50": float(p50), "p95": float(p95)}
-
-
-class Case(NamedTuple):
-    """One row of a table: a history on a device of so many bytes."""
-
-    label: str
-    history: Sequence[Prompt]
-    device: int
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,36 +153,49 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in names if name not in POLICIES]
     if unknown:
         raise SetupError(f"--policies: {unknown[0]!r} is none of {', '.join(POLICIES)}", 2)
-    cases = build_cases(args)
-    rows = [(case, [simulate(name, case, args) for name in names]) for case in cases]
+    rows = []
+    for label, history in histories(args):
+        if not args.json:
+            print(f"{label}: {describe_history(history)}")
+        for device in args.device:
+            case = f"{label}, {describe(device)}" if len(args.device) > 1 else label
+            setting = make_setting(args, device)
+            rows.append([replay(case, name, history, setting) for name in names])
     if args.json:
-        json.dump([asdict(m) for m in metrics(rows)], sys.stdout, indent=1)
+        json.dump([asdict(result) for row in rows for result in row], sys.stdout, indent=1)
         print()
-    else:
-        print(heading(args, cases))
-        print(result_table(rows[0][1]) if len(rows) == 1 else hit_table(rows))
+        return 0
+    device = f"device {describe(args.device[0])}, " if len(args.device) == 1 else ""
+    print(f"{device}host {describe(args.host)}, disk {describe(args.disk)}, "
+          f"{describe(args.bytes_per_token)} a token, pages of {args.page_size}\n")  # fmt: skip
+    if len(rows) == 1:
+        print(result_table(rows[0]))
+        return 0
+    print(f"Prompt tokens found:\n\n{table(rows, lambda r: percent(r.hit))}")
+    if args.every_workload:
+        print(f"\nEstimated mean TTFT of later turns:\n\n{table(rows, lambda r: later_ttft(r))}")
     return 0
 
 
-def build_cases(args: argparse.Namespace) -> list[Case]:
-    devices = args.curve or [args.device]
-    if not args.every_workload:
-        history = load_history(args)
-        return [Case(describe(device), history, device) for device in devices]
-    cases = []
-    for name in WORKLOADS:
-        if name != "trace":
-            args.workload, args.trace = name, None
-            cases.append(Case(name, load_history(args), args.device))
-    return cases
+def histories(args: argparse.Namespace) -> Iterator[tuple[str, list[Prompt]]]:
+    """Of the traces where some are named, else of the workload, or of all of them."""
+    try:
+        for path in map(Path, args.trace):
+            yield path.stem, trace_history(path, args.limit)
+        if not args.trace:
+            names = [n for n in WORKLOADS if n != "trace"] if args.every_workload else [None]
+            for name in names:
+                args.workload = name or args.workload
+                sessions = build_workload(args)
+                yield args.workload, workload_history(sessions, args.concurrency, args.rotate)
+    except (OSError, ValueError) as error:
+        raise SetupError(str(error), 2) from error
 
 
-def simulate(name: str, case: Case, args: argparse.Namespace) -> Result:
+def make_setting(args: argparse.Namespace, device: int) -> Setting:
     page_bytes = args.page_size * args.bytes_per_token
-    if not args.json and sys.stderr.isatty():
-        print(f"{case.label}: {name} ...", end="\x1b[K\r", file=sys.stderr, flush=True)
-    setting = Setting(
-        (case.device // page_bytes, args.host // page_bytes, args.disk // page_bytes),
+    return Setting(
+        (device // page_bytes, args.host // page_bytes, args.disk // page_bytes),
         args.page_size,
         (
             args.bytes_per_token / args.host_bandwidth,
@@ -206,41 +204,18 @@ def simulate(name: str, case: Case, args: argparse.Namespace) -> Result:
         ),
         TierPolicy(args.write, args.through_after, args.disk_after, args.promote),
     )
-    return replay(name, case.history, setting)
-
-
-def load_history(args: argparse.Namespace) -> list[Prompt]:
-    """Of the trace where one is named, else of the workload."""
-    try:
-        if args.trace:
-            return trace_history(Path(args.trace), args.limit)
-        return workload_history(build_workload(args), args.concurrency)
-    except (OSError, ValueError) as error:
-        raise SetupError(str(error), 2) from error
 
 
 def describe(num_bytes: int) -> str:
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.4g} {unit}"
-    return f"{num_bytes} B"
+    unit = next(u for u in ("TiB", "GiB", "MiB", "KiB", "B") if num_bytes >= UNITS[u.upper()])
+    return f"{num_bytes / UNITS[unit.upper()]:.4g} {unit}"
 
 
-def heading(args: argparse.Namespace, cases: Sequence[Case]) -> str:
-    lines = []
-    if not args.every_workload:
-        history = cases[0].history
-        total = sum(prompt.prompt_len for prompt in history)
-        lines.append(
-            f"{args.trace or args.workload}: {len(history):,} requests, {total:,} prompt tokens, "
-            f"{1 + max((p.session for p in history), default=-1):,} conversations"
-        )
-    memory = "" if args.curve else f"device {describe(args.device)}, "
-    lines.append(
-        f"{memory}host {describe(args.host)}, disk {describe(args.disk)}, "
-        f"{describe(args.bytes_per_token)} a token, pages of {args.page_size}\n"
+def describe_history(history: Sequence[Prompt]) -> str:
+    return (
+        f"{len(history):,} requests, {sum(p.prompt_len for p in history):,} prompt tokens, "
+        f"{1 + max(p.session for p in history):,} conversations"
     )
-    return "\n".join(lines)
 
 
 def result_table(results: Sequence[Result]) -> str:
@@ -249,42 +224,23 @@ def result_table(results: Sequence[Result]) -> str:
          "TTFT mean", "p50", "p95", "later mean", "too long", "run in")
     ]  # fmt: skip
     for r in results:
-        shares = [f"{100 * s:.1f}%" for s in (r.hit, r.device, r.host, r.disk, r.later_hit)]
-        times = [f"{1000 * r.ttft[name]:,.0f} ms" for name in TTFT_COLUMNS]
-        times.append(f"{1000 * r.later_ttft['mean']:,.0f} ms")
+        shares = map(percent, (r.hit, r.device, r.host, r.disk, r.later_hit))
+        times = [f"{1000 * t:,.0f} ms" for t in (r.ttft_mean, r.ttft_p50, r.ttft_p95)]
         saved, seconds = f"{r.saved_tokens:,}", f"{r.seconds:.1f} s"
-        rows.append((r.policy, *shares, saved, *times, str(r.too_long), seconds))
+        rows.append((r.policy, *shares, saved, *times, later_ttft(r), str(r.too_long), seconds))
     return format_rows(rows)
 
 
-Rows = Sequence[tuple[Case, Sequence[Result]]]
+def table(rows: Sequence[Sequence[Result]], cell: Callable[[Result], str]) -> str:
+    """A case a row, a policy a column."""
+    head = ("", *(r.policy for r in rows[0]))
+    return format_rows([head, *((row[0].case, *map(cell, row)) for row in rows)])
 
 
-def hit_table(rows: Rows) -> str:
-    """Hit rates, a case a row."""
-    cells: list[tuple[str, ...]] = [("", *(r.policy for r in rows[0][1]))]
-    cells += [(c.label, *(f"{100 * r.hit:.2f}%" for r in results)) for c, results in rows]
-    return format_rows(cells)
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
 
 
-def metrics(rows: Rows) -> list[Metric]:
-    found = []
-    for case, results in rows:
-        for r in results:
-            name = f"{case.label}: {r.policy}: "
-            found += [
-                Metric(name + "hit rate", 100 * r.hit, "%", None, True),
-                Metric(name + "hit rate, later turns", 100 * r.later_hit, "%", None, True),
-                *(
-                    Metric(name + f"found on {tier}", 100 * getattr(r, tier), "%", None, True)
-                    for tier in ("device", "host", "disk")
-                ),
-                Metric(name + "prefill tokens saved", r.saved_tokens, "tokens", None, True),
-                *(Metric(f"{name}TTFT {q}", 1000 * t, "ms") for q, t in r.ttft.items()),
-                *(
-                    Metric(f"{name}TTFT {q}, later turns", 1000 * t, "ms")
-                    for q, t in r.later_ttft.items()
-                ),
-                Metric(name + "simulated in", r.seconds, "s"),
-            ]
-    return found
+def later_ttft(result: Result) -> str:
+    seconds = result.later_ttft_mean
+    return "-" if seconds is None else f"{1000 * seconds:,.0f} ms"

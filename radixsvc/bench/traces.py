@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,20 +38,14 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
 
     Raises ValueError with the line's number where it is of another form.
     """
-    return list(_lines(path, limit))
-
-
-def _lines(path: Path, limit: int | None) -> Iterator[TraceLine]:
+    lines = []
     with path.open() as file:
-        for number, line in enumerate(file, 1):
-            if limit is not None and number > limit:
-                return
+        for number, line in enumerate(itertools.islice(file, limit), 1):
             try:
                 entry = json.loads(line)
                 blocks = np.array(entry["hash_ids"], np.int32)
-                input_len = int(entry["input_length"])
+                input_len, output_len = int(entry["input_length"]), int(entry["output_length"])
                 time = float(entry["timestamp"]) / 1000
-                output_len = int(entry["output_length"])
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise ValueError(f"{path}, line {number}: not a trace's line ({error!r})") from None
             if input_len < 1 or len(blocks) != -(-input_len // BLOCK_TOKENS):
@@ -58,7 +53,8 @@ def _lines(path: Path, limit: int | None) -> Iterator[TraceLine]:
                     f"{path}, line {number}: {len(blocks)} blocks of {BLOCK_TOKENS} tokens can't "
                     f"hold a prompt of {input_len}"
                 )
-            yield TraceLine(time, input_len, output_len, blocks)
+            lines.append(TraceLine(time, input_len, output_len, blocks))
+    return lines
 
 
 def replay(args: argparse.Namespace) -> list[Session]:
@@ -67,7 +63,7 @@ def replay(args: argparse.Namespace) -> list[Session]:
     `scale` shrinks every block and output, so that a small machine can follow.
     """
     sessions = []
-    for i, line in enumerate(read_trace(Path(args.trace), args.limit)):
+    for i, line in enumerate(read_trace(Path(args.trace[0]), args.limit)):
         out = max(1, round(min(line.output_len, args.out or line.output_len) * args.scale))
         call = partial(Call, f"replay {i}", 0, out)
         if args.prompt_as == "tokens":

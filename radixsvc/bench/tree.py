@@ -9,12 +9,11 @@ minimum, against the target, and as the median.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,15 +21,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from radixsvc.bench.history import trace_history
+from radixsvc.bench.policies import Radix
 from radixsvc.bench.report import Metric
-from radixsvc.cache import PrefixCache
+from radixsvc.bench.traces import BLOCK_TOKENS
 from radixsvc.node import DEVICE
 from radixsvc.tree import RadixTree
-from tiers.page import PageLedger
 
 NAMESPACE = "bench"
 LEAF_TOKENS = 128
-BLOCK_TOKENS = 512  # of the traces
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -198,43 +197,17 @@ def metadata(page_size: int) -> Metric:
 
 def replay(path: Path, num_pages: int, page_size: int = 16) -> list[Metric]:
     """Leases for every request of a trace, as fast as they go."""
-    cache = PrefixCache(_Pages(num_pages), page_size)
-    prompts = list(read_trace(path))
-    cached = total = 0
+    radix = Radix(num_pages, page_size)
+    history = trace_history(path)
     started = time.perf_counter()
-    for tokens, reply in prompts:
-        lease = cache.acquire(NAMESPACE, tokens)
-        cached += lease.cached_len
-        total += len(tokens)
-        try:
-            lease.extend(len(tokens))
-            lease.commit(len(tokens))
-            lease.append(reply)
-            lease.extend(len(tokens) + len(reply))
-            lease.commit(len(tokens) + len(reply))
-        finally:
-            lease.release()
+    computed = sum(radix.serve(prompt).computed for prompt in history)
     seconds = time.perf_counter() - started
+    share = 1 - computed / sum(prompt.prompt_len for prompt in history)
     name = f"{path.stem}, {num_pages:,} pages of {page_size}"
     return [
-        Metric(f"{name}: requests", len(prompts) / seconds, "/s", None, True),
-        Metric(f"{name}: tokens from the cache", 100 * cached / total, "%", None, True),
+        Metric(f"{name}: requests", len(history) / seconds, "/s", None, True),
+        Metric(f"{name}: tokens from the cache", 100 * share, "%", None, True),
     ]
-
-
-class _Pages(PageLedger):
-    def copy_page(self, source: int, target: int) -> None:
-        """There are no bytes to copy."""
-
-
-def read_trace(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Prompt and reply of each request; equal block ids become equal tokens."""
-    with path.open() as lines:
-        for number, line in enumerate(lines):
-            request = json.loads(line)
-            blocks = np.repeat(np.array(request["hash_ids"], np.int32), BLOCK_TOKENS)
-            tokens = blocks[: request["input_length"]] * 7 + 11
-            yield tokens, np.full(request["output_length"], -number - 1, np.int32)
 
 
 def random_tokens(seed: int, n: int) -> bytes:

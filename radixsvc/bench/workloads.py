@@ -5,7 +5,7 @@ one from the replies, so the same session runs against a server (`bench serve`) 
 nothing but a cache (`simulate`). All text is drawn from a seed: same arguments, same workload.
 
     chat         turn k + 1 repeats turn k and its reply; one system prompt per session
-    agent        the same with tools and one long system prompt that all agents share
+    agent        the same with tools and one system prompt that all agents share, or several
     tree         a tree of thought: every node's prompt is the path from the root to it
     samples      n answers to one prompt
     few-shot     one block of examples, many questions
@@ -18,8 +18,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import tomllib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from radixsvc.bench.calls import WORDS, Call, Message, Reply, Send, Session, system, text, user
@@ -44,12 +46,13 @@ def chat(args: argparse.Namespace) -> list[Session]:
 
 def agent(args: argparse.Namespace) -> list[Session]:
     shared = random.Random(f"{args.seed} agent")
-    prompt = text(shared, args.system_words)
+    prompts = [text(shared, args.system_words) for _ in range(args.systems)]
     tools = [tool(shared) for _ in range(args.tools)]
 
     async def session(index: int, send: Send) -> None:
         rng = random.Random(f"{args.seed} agent {index}")
-        messages = [system(prompt), user(f"Agent {index}: {text(rng, args.turn_words)}")]
+        prompt = system(prompts[index % args.systems])
+        messages = [prompt, user(f"Agent {index}: {text(rng, args.turn_words)}")]
         for turn in range(args.turns):
             listed = rng.sample(tools, len(tools)) if args.shuffle_tools else tools
             call = Call(f"agent {index} {turn}", turn, args.out, list(messages), listed)
@@ -178,13 +181,21 @@ WORKLOADS: dict[str, Callable[[argparse.Namespace], list[Session]]] = {
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     add = group.add_argument
-    add("--workload", choices=WORKLOADS, default="chat")
+    add(
+        "--workload",
+        action=_Workload,
+        default="chat",
+        metavar="NAME|FILE",
+        help=f"{', '.join(WORKLOADS)}, or a TOML file that names one and sets other options",
+    )
     add("--seed", type=int, default=0)
     add("--sessions", type=int, default=8, help="conversations, agents, trees or prompts")
     add("--turns", type=int, default=4, help="turns of a chat or steps of an agent")
     add("--system-words", type=int, default=400, help="words of a system prompt")
     add("--turn-words", type=int, default=60, help="words of a user's turn or a tool's result")
     add("--out", type=int, default=32, help="tokens to generate, at most")
+    add("--systems", type=int, default=1, help="different system prompts among agents")
+    add("--rotate", action="store_true", help="requests take turns at the server, not sessions")
     add("--tools", type=int, default=6, help="tools that agents list")
     add("--shuffle-tools", action="store_true", help="list them in another order every time")
     add("--branch", type=int, default=3, help="branching factor of a tree of thought")
@@ -195,7 +206,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=int, default=4, help="system prompts shared")
     add("--prompts", type=int, default=8, help="prompts in each of those groups")
     add("--document-words", type=int, default=800)
-    add("--trace", help="trace file to replay, with --workload trace")
+    add("--trace", nargs="+", default=[], help="trace file to replay, with --workload trace")
     add("--limit", type=int, help="requests of the trace to read")
     add("--speed", type=float, default=1.0, help="run the trace's clock this many times faster")
     add("--scale", type=float, default=1.0, help="shrink the trace's prompts and outputs")
@@ -203,7 +214,25 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab", type=int, default=32_000, help="vocabulary for --prompt-as tokens")
 
 
+class _Workload(argparse.Action):
+    """Takes a workload's name, or all options from a file; what follows on the line wins."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, value: Any, option: Any = None
+    ) -> None:
+        options = {"workload": value}
+        if value not in WORKLOADS:
+            try:
+                options = tomllib.loads(Path(value).read_text())
+            except (OSError, ValueError) as error:
+                parser.error(f"--workload {value}: {error}; or one of {', '.join(WORKLOADS)}")
+        for name, given in options.items():
+            if not hasattr(namespace, name) or (name == "workload" and given not in WORKLOADS):
+                parser.error(f"--workload {value}: {name} = {given!r} is unknown")
+            setattr(namespace, name, given)
+
+
 def build_workload(args: argparse.Namespace) -> list[Session]:
-    if args.workload == "trace" and not args.trace:
-        raise ValueError("--workload trace needs a file: --trace PATH")
+    if args.workload == "trace" and len(args.trace) != 1:
+        raise ValueError("--workload trace needs one file: --trace PATH")
     return WORKLOADS[args.workload](args)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -40,8 +41,7 @@ class State(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is picked and when to stop. `temperature` 0 is greedy.
 
     `top_k` 0 and `top_p` 1.0 switch those filters off. `top_logprobs` None asks for none; a

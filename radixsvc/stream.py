@@ -2,8 +2,8 @@
 
 The engine thread calls `put` and `close`, never blocks and never touches the event loop; at the
 end of a step it wakes all streams that got something with one call into the loop. The client
-side iterates. `full` tells the engine when to stop producing for a client that reads slowly,
-`unread_since` when to give up on it.
+side iterates or takes. `full` tells the engine when to stop producing for a client that reads
+slowly, `unread_since` when to give up on it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,17 @@ class Finished:
 
 
 class TokenStream:
-    """One request's channel. `capacity` is in tokens; `full` asks the engine to hold off."""
+    """One request's channel. `capacity` is in tokens; `full` asks the engine to hold off.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, capacity: int = 512) -> None:
+    `ready` is set when there may be something to take; several streams can share one.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        capacity: int = 512,
+        ready: asyncio.Event | None = None,
+    ) -> None:
         self.loop = loop
         self.capacity = capacity
         self.unread_since: float | None = None  # monotonic seconds of the oldest unread token
@@ -45,7 +53,7 @@ class TokenStream:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._end: Finished | ServiceError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._ready = ready or asyncio.Event()
         self._told_end = False
 
     @property
@@ -69,33 +77,36 @@ class TokenStream:
 
     def wake(self) -> None:
         """Event loop: let the reader look."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._ready.set()
+
+    def take(self) -> TokenChunk | Finished | None:
+        """What has come since; at the end `Finished`, once. Raises the ServiceError that ended
+        the request."""
+        with self._lock:
+            tokens, self._tokens = self._tokens, []
+            logprobs, self._logprobs = self._logprobs, []
+            self.unread_since = None
+            end = self._end
+        if tokens:
+            return TokenChunk(tokens, logprobs)
+        if isinstance(end, ServiceError):
+            raise end
+        if end is None or self._told_end:
+            return None
+        self._told_end = True
+        return end
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> TokenChunk | Finished:
-        """The next chunk, then `Finished`; raises the ServiceError that ended the request."""
-        while True:
-            with self._lock:
-                tokens, self._tokens = self._tokens, []
-                logprobs, self._logprobs = self._logprobs, []
-                self.unread_since = None
-                end = self._end
-                if not tokens and end is None:
-                    self._waiter = self.loop.create_future()
-            if tokens:
-                return TokenChunk(tokens, logprobs)
-            if isinstance(end, ServiceError):
-                raise end
-            if end is not None:
-                if self._told_end:
-                    raise StopAsyncIteration
-                self._told_end = True
-                return end
-            assert self._waiter is not None
-            await self._waiter
+        """The next chunk, then `Finished`; raises as `take`."""
+        while not self._told_end:
+            self._ready.clear()  # before looking: what comes later sets it again
+            if (event := self.take()) is not None:
+                return event
+            await self._ready.wait()
+        raise StopAsyncIteration
 
 
 def wake_all(streams: Iterable[TokenStream]) -> None:

@@ -22,6 +22,8 @@ from transformers import AutoTokenizer
 from radixsvc.errors import InvalidRequest, SetupError
 from radixsvc.request import Tokens
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
 
 class Tokenizer:
     """The tokenizer in a model's folder. SetupError where there is none that can be used.
@@ -57,9 +59,11 @@ class Tokenizer:
 
     @property
     def tool_style(self) -> str:
-        """How the model writes a tool call: `llama`, bare JSON, or `hermes`, JSON in tags."""
-        bare = "<tool_call>" not in self._template and "ipython" in self._template
-        return "llama" if bare else "hermes"
+        """How the model writes a tool call: `hermes`, JSON in tags, also where we have to tell
+        it; `llama`, bare JSON; `unknown`."""
+        if "<tool_call>" in self._template or not self.template_has_tools:
+            return "hermes"
+        return "llama" if "ipython" in self._template else "unknown"
 
     def encode(self, text: str, add_special: bool = True) -> Tokens:
         """Token ids of `text`, with the model's own first and last tokens if `add_special`."""
@@ -139,7 +143,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _UTF8("replace")
         self._at_start = tokenizer.strips_first_space
 
     def push(self, token_ids: Iterable[int]) -> str:

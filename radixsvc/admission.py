@@ -11,25 +11,30 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
-from radixsvc.codec import body_encoding, decode
+from radixsvc.codec import Encoding, body_encoding, decode
 from radixsvc.config import Config
 from radixsvc.errors import (
     AuthenticationFailed,
+    BodyTooLarge,
     Draining,
+    EngineFailed,
+    NotFound,
     NotReady,
     PermissionDenied,
     QueueFull,
     RequestTooSlow,
+    ServiceError,
     SetupError,
     UnsupportedMediaType,
 )
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from radixsvc.startup import Backend
 
 T = TypeVar("T")
+log = logging.getLogger("radixsvc.http")
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,7 @@ class Caller:
         return namespace_key(self.name, salt or "")
 
 
-@dataclass(frozen=True)
-class _Key:
-    caller: Caller
-    digest: bytes
+ANYONE = Caller("", admin=True)
 
 
 class KeyRing:
@@ -67,7 +70,7 @@ class KeyRing:
     `sha256:` and its hexadecimal digest. Secrets are long and random, so one hash is enough.
     """
 
-    def __init__(self, keys: list[_Key]) -> None:
+    def __init__(self, keys: dict[bytes, Caller]) -> None:
         self._keys = keys
 
     def __len__(self) -> int:
@@ -80,12 +83,12 @@ class KeyRing:
         if not file and credentials and Path(credentials, "keys").exists():
             file = str(Path(credentials, "keys"))
         if not file:
-            return cls([])
+            return cls({})
         try:
             lines = Path(file).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise SetupError(f"the keys file {file} can't be read: {error}") from None
-        keys = []
+        keys = {}
         for number, line in enumerate(lines, 1):
             parts = line.split()
             if not parts or parts[0].startswith("#"):
@@ -94,7 +97,7 @@ class KeyRing:
                 raise SetupError(
                     f"{file}, line {number}: write NAME use|admin KEY, NAME of up to 64 characters"
                 )
-            keys.append(_Key(Caller(parts[0], parts[1] == "admin"), _digest(parts[2])))
+            keys[_digest(parts[2])] = Caller(parts[0], parts[1] == "admin")
         if not keys:
             raise SetupError(f"{file} holds no keys: write NAME use|admin KEY, one a line")
         return cls(keys)
@@ -102,13 +105,13 @@ class KeyRing:
     def identify(self, authorization: str | None) -> Caller:
         """The caller behind an `Authorization: Bearer KEY` header. AuthenticationFailed."""
         if not self._keys:
-            return Caller("", admin=True)
+            return ANYONE
         scheme, _, secret = (authorization or "").partition(" ")
         digest = hashlib.sha256(secret.strip().encode()).digest()
         found = None
-        for key in self._keys:  # all of them: how long it takes tells nothing
-            if hmac.compare_digest(key.digest, digest):
-                found = key.caller
+        for known, caller in self._keys.items():  # all of them: how long it takes tells nothing
+            if hmac.compare_digest(known, digest):
+                found = caller
         if found is None or scheme.lower() != "bearer":
             raise AuthenticationFailed("send a valid API key as 'Authorization: Bearer KEY'")
         return found
@@ -139,6 +142,11 @@ class Edge:
     in_flight: Counter[str] = field(default_factory=Counter)
     on_failure: Callable[[], None] = lambda: None
 
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one loop that serves; asking asyncio for it is a system call."""
+        return asyncio.get_running_loop()
+
     def fail(self, error: BaseException) -> None:
         """The service can't go on: the process is to end with a status that says so."""
         self.failure = error
@@ -157,40 +165,70 @@ class Edge:
             raise NotReady("the model is still loading; retry in a moment", retry_after=2.0)
         return self.backend
 
-    @contextmanager
-    def place(self, caller: Caller) -> Iterator[None]:
-        """One of the caller's places among the requests in flight. QueueFull if none is left."""
+    def enter(self, account: str) -> None:
+        """Take one of a key's places among the requests in flight. QueueFull if none is left."""
         limit = self.config.server.max_concurrent
-        if limit and self.in_flight[caller.name] >= limit:
+        if limit and self.in_flight[account] >= limit:
             raise QueueFull(f"this key has {limit} requests in flight already", retry_after=1.0)
-        self.in_flight[caller.name] += 1
-        try:
-            yield
-        finally:
-            self.in_flight[caller.name] -= 1
+        self.in_flight[account] += 1
+
+    def leave(self, account: str) -> None:
+        self.in_flight[account] -= 1
 
 
 EDGE = web.AppKey("edge", Edge)
-CALLER = web.RequestKey("caller", Caller)
-REQUEST_ID = web.RequestKey("request_id", str)
 
 
-def require_admin(request: web.Request) -> None:
-    if not request[CALLER].admin:
-        raise PermissionDenied("this needs a key with the role 'admin'")
+@dataclass(slots=True)
+class Call:
+    """One HTTP request: who asks for what, under which id, and how the answer is encoded."""
+
+    request: web.Request
+    edge: Edge
+    id: str
+    caller: Caller
+    encoding: Encoding
+
+    @property
+    def backend(self) -> Backend:
+        return self.edge.ready_backend()
+
+    def require_admin(self) -> None:
+        if not self.caller.admin:
+            raise PermissionDenied("this needs a key with the role 'admin'")
+
+    async def read(self, kind: type[T]) -> T:
+        """The body as `kind`, within the limits of size, time and nesting, and for our model."""
+        backend = self.backend
+        headers = self.request.headers
+        encoding = body_encoding(headers.get("Content-Type", ""))
+        if headers.get("Content-Encoding", "identity") != "identity":
+            raise UnsupportedMediaType("compressed bodies are not taken: send it as it is")
+        if self.request.content.is_eof():
+            data = self.request.content.read_nowait()
+            if len(data) > self.request.client_max_size:
+                raise BodyTooLarge(f"the body is larger than {self.edge.config.server.max_body}")
+        else:
+            seconds = self.edge.config.server.read_seconds
+            try:
+                async with asyncio.timeout(seconds):
+                    data = await self.request.read()
+            except TimeoutError:
+                raise RequestTooSlow(f"the body did not arrive within {seconds:g} s") from None
+        body = decode(data, encoding, kind)
+        name = getattr(body, "model", None)
+        if name and name != backend.model_name and not self.edge.config.model.any_name:
+            raise NotFound(
+                f"this service has the model {backend.model_name!r} alone", param="model"
+            )
+        return body
 
 
-async def read_body(request: web.Request, kind: type[T]) -> T:
-    """The request's body as `kind`, within the limits of size, time and nesting."""
-    encoding = body_encoding(request.content_type if request.headers.get("Content-Type") else "")
-    if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise UnsupportedMediaType("compressed bodies are not taken: send it as it is")
-    if request.content.is_eof():
-        return decode(await request.read(), encoding, kind)
-    seconds = request.app[EDGE].config.server.read_seconds
-    try:
-        async with asyncio.timeout(seconds):
-            body = await request.read()
-    except TimeoutError:
-        raise RequestTooSlow(f"the body did not arrive within {seconds:g} s") from None
-    return decode(body, encoding, kind)
+def as_service_error(error: Exception, id: str) -> ServiceError:
+    """What the caller is told of `error`. What nobody foresaw goes to the log."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return BodyTooLarge(str(error.text))
+    log.error("request %s failed", id, exc_info=error)
+    return EngineFailed("an internal error ended this request; it has been logged")

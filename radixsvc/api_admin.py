@@ -7,8 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from radixsvc.admission import CALLER, EDGE, read_body, require_admin
-from radixsvc.api_openai import answer
+from radixsvc.admission import Call
 from radixsvc.api_prefix import on_engine
 from radixsvc.inspection import format_tree
 from radixsvc.metrics import CONTENT_TYPE
@@ -17,52 +16,47 @@ from radixsvc.namespace import account_name
 MAX_NODES = 1000
 
 
-async def tree(request: web.Request) -> web.Response:
+async def tree(call: Call) -> Any:
     """GET /v1/tree: the cached prefixes as text; of the caller's namespaces, or for an
     administrator of all."""
-    caller = request[CALLER]
-    backend = request.app[EDGE].ready_backend()
+    caller = call.caller
 
     def visible(namespace: str) -> bool:
         return caller.admin or account_name(namespace) == caller.name
 
-    text = await on_engine(backend, lambda cache: format_tree(cache.tree, MAX_NODES, visible))
-    return answer(request, {"text": text})
+    return {
+        "text": await on_engine(
+            call.backend, lambda cache: format_tree(cache.tree, MAX_NODES, visible)
+        )
+    }
 
 
-async def stats(request: web.Request) -> web.Response:
+async def stats(call: Call) -> Any:
     """GET /v1/stats"""
-    require_admin(request)
-    edge = request.app[EDGE]
-    backend = edge.ready_backend()
-    cache = await on_engine(backend, lambda cache: cache.stats())
-    return answer(
-        request,
-        {
-            "model": backend.model_name,
-            "in_flight": sum(edge.in_flight.values()),
-            "engine": plain(backend.engine.stats()),
-            "cache": plain(cache),
-        },
+    call.require_admin()
+    return {
+        "model": call.backend.model_name,
+        "in_flight": sum(call.edge.in_flight.values()),
+        "engine": plain(call.backend.engine.stats()),
+        "cache": plain(await on_engine(call.backend, lambda cache: cache.stats())),
+    }
+
+
+async def metrics(call: Call) -> web.Response:
+    """GET /metrics, in Prometheus' text format."""
+    call.require_admin()
+    cache = await on_engine(call.backend, lambda cache: cache.stats())
+    return web.Response(
+        body=call.edge.metrics.render(cache), headers={"Content-Type": CONTENT_TYPE}
     )
 
 
-async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics, in Prometheus' text format."""
-    require_admin(request)
-    edge = request.app[EDGE]
-    cache = await on_engine(edge.ready_backend(), lambda cache: cache.stats())
-    body = edge.metrics.render(cache)
-    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
-
-
-async def flush(request: web.Request) -> web.Response:
+async def flush(call: Call) -> Any:
     """POST /v1/flush: empty the cache, all namespaces and tiers. The body is an empty map."""
-    require_admin(request)
-    backend = request.app[EDGE].ready_backend()
-    await read_body(request, dict[str, Any])
-    await on_engine(backend, lambda cache: cache.flush())
-    return answer(request, {"flushed": True})
+    call.require_admin()
+    await call.read(dict[str, Any])
+    await on_engine(call.backend, lambda cache: cache.flush())
+    return {"flushed": True}
 
 
 def plain(value: Any) -> Any:
@@ -74,9 +68,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-ROUTES = [
-    web.get("/v1/tree", tree),
-    web.get("/v1/stats", stats),
-    web.get("/metrics", metrics),
-    web.post("/v1/flush", flush),
-]
+ROUTES = {
+    ("GET", "/v1/tree"): tree,
+    ("GET", "/v1/stats"): stats,
+    ("GET", "/metrics"): metrics,
+    ("POST", "/v1/flush"): flush,
+}

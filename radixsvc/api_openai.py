@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
 
-from radixsvc.admission import CALLER, EDGE, REQUEST_ID, Edge, read_body
-from radixsvc.codec import Encoding, answer_encoding, encode, token_ids
-from radixsvc.errors import (
-    ContextLengthExceeded,
-    EngineFailed,
-    InvalidRequest,
-    NotFound,
-    ServiceError,
-)
+from radixsvc.admission import Call, as_service_error
+from radixsvc.codec import Encoding, encode, token_ids
+from radixsvc.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from radixsvc.generation import Generation, Plan
 from radixsvc.protocol import (
     ChatRequest,
@@ -42,19 +36,10 @@ log = logging.getLogger("radixsvc.api")
 OFF_LOOP_CHARS = 8_192  # longer texts are tokenised on a thread, so that others are served
 MESSAGE_CHARS = 64  # what a message costs a template beside its text, about
 MAX_CHARS_A_TOKEN = 32  # of a text that is worth tokenising at all; English has 4 or 5
+MAX_STOP_CHARS = 1024
+AS_GIVEN = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+            "repetition_penalty")  # fmt: skip
 _threads = ThreadPoolExecutor(2, "tokenize")  # few, since a long text takes much memory
-
-
-def negotiated(request: web.Request) -> Encoding:
-    """The encoding the answer will have. NotAcceptable."""
-    sent = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    return answer_encoding(request.headers.get("Accept", ""), sent)
-
-
-def answer(request: web.Request, value: Any) -> web.Response:
-    """A whole answer in the encoding the client accepts."""
-    encoding = negotiated(request)
-    return web.Response(body=encode(value, encoding), content_type=encoding.value)
 
 
 async def tokenized(backend: Backend, function: Callable[[], T], num_chars: int) -> T:
@@ -71,13 +56,6 @@ async def tokenized(backend: Backend, function: Callable[[], T], num_chars: int)
     return await asyncio.get_running_loop().run_in_executor(_threads, function)
 
 
-def check_model(edge: Edge, name: str | None) -> None:
-    """NotFound for a model that is not the one served, unless the configuration takes any name."""
-    served = edge.ready_backend().model_name
-    if name and name != served and not edge.config.model.any_name:
-        raise NotFound(f"this service has the model {served!r} alone", param="model")
-
-
 async def prompt_tokens(backend: Backend, prompt: Any, special: bool = True) -> Tokens:
     """Text, an array of ids or a bin of ids as int32 token ids."""
     if isinstance(prompt, str):
@@ -90,12 +68,16 @@ async def prompt_tokens(backend: Backend, prompt: Any, special: bool = True) -> 
 
 
 async def chat_tokens(
-    edge: Edge, backend: Backend, messages: list[Message], tools: list[Tool], start: str = ""
+    backend: Backend,
+    messages: list[Message],
+    tools: list[Tool],
+    canonical: bool,
+    start: str = "",
 ) -> Tokens:
-    """Messages and tools through the model's chat template, ready for the assistant's reply."""
+    """Messages and tools through the model's chat template, and the `start` of the reply."""
     tokenizer = backend.tokenizer
     plain = template_messages(messages)
-    described = template_tools(tools, edge.config.model.canonical_tools) or None
+    described = template_tools(tools, canonical) or None
     num_chars = len(json.dumps(described)) + len(json.dumps(plain)) + MESSAGE_CHARS * len(plain)
     if described and not tokenizer.template_has_tools:
         plain, described = describe_tools(plain, described), None
@@ -108,17 +90,14 @@ async def chat_tokens(
 
 
 def sampling_params(
-    body: Sampling, backend: Backend, max_tokens: int, top_logprobs: int | None
+    body: Sampling, vocab_size: int, max_tokens: int, top_logprobs: int | None
 ) -> SamplingParams:
     bias = []
     for key, value in (body.logit_bias or {}).items():
-        if not key.isdecimal() or int(key) >= backend.info.vocab_size:
+        if not key.isdecimal() or int(key) >= vocab_size:
             raise InvalidRequest("logit_bias: keys are token ids", param="logit_bias")
         bias.append((int(key), value))
-
-    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-             "repetition_penalty")  # fmt: skip
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_tokens=max_tokens,
         top_k=max(0, body.top_k or 0),
@@ -132,18 +111,16 @@ def sampling_params(
 
 
 def stop_strings(body: Sampling) -> tuple[str, ...]:
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if not all(stops) or any(len(stop) > 1024 for stop in stops):
-        raise InvalidRequest("stop: strings of 1 to 1024 characters", param="stop")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or ()
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise InvalidRequest(f"stop: strings of 1 to {MAX_STOP_CHARS} characters", param="stop")
     return tuple(stops)
 
 
-async def completions(request: web.Request) -> web.StreamResponse:
+async def completions(call: Call) -> Any:
     """POST /v1/completions"""
-    edge = request.app[EDGE]
-    backend = edge.ready_backend()
-    body = await read_body(request, CompletionRequest)
-    check_model(edge, body.model)
+    body = await call.read(CompletionRequest)
+    backend = call.backend
     if body.suffix:
         raise InvalidRequest("suffix is not supported by this model", param="suffix")
     if body.echo and body.logprobs is not None:
@@ -151,39 +128,28 @@ async def completions(request: web.Request) -> web.StreamResponse:
             "echo with logprobs would need the whole prompt computed; ask for one of them",
             param="echo",
         )
-    n = body.n or 1
-    if body.best_of not in (None, n):
+    if body.best_of not in (None, body.n or 1):
         raise InvalidRequest("best_of has to equal n", param="best_of")
     given = body.prompt
     if not isinstance(given, list) or (given and isinstance(given[0], int)):
         given = [given]
-    check_count(edge, len(given), n)
+    check_count(call, len(given), body)
     prompts = [await prompt_tokens(backend, prompt) for prompt in given]
-    openings = [""] * (len(prompts) * n)
+    openings = [""] * len(prompts)
     if body.echo:
-        for i, ids in enumerate(prompts):
-            text = given[i] if isinstance(given[i], str) else backend.tokenizer.decode(ids)
-            openings[i * n : (i + 1) * n] = [text] * n
-    id = f"cmpl-{request[REQUEST_ID]}"
-    plan = Plan(
-        id=id,
-        namespace=request[CALLER].namespace(body.cache_salt),
-        prompts=prompts,
-        params=sampling_params(body, backend, body.max_tokens or 16, body.logprobs),
-        n=n,
-        stops=stop_strings(body),
-        seconds=edge.config.server.request_seconds,
-    )
-    shape = Shape(id, backend.model_name, False, body.logprobs is not None, openings)
-    return await respond(request, backend, plan, body, shape)
+        openings = [
+            prompt if isinstance(prompt, str) else backend.tokenizer.decode(ids)
+            for prompt, ids in zip(given, prompts, strict=True)
+        ]
+    params = sampling_params(body, backend.info.vocab_size, body.max_tokens or 16, body.logprobs)
+    plan = plan_for(call, "cmpl", body, prompts, params)
+    return await respond(call, body, plan, openings)
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
+async def chat_completions(call: Call) -> Any:
     """POST /v1/chat/completions"""
-    edge = request.app[EDGE]
-    backend = edge.ready_backend()
-    body = await read_body(request, ChatRequest)
-    check_model(edge, body.model)
+    body = await call.read(ChatRequest)
+    backend = call.backend
     if body.response_format and body.response_format.type != "text":
         raise InvalidRequest(
             "response_format: the output can't be constrained; ask for JSON in the prompt, or use "
@@ -192,141 +158,128 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         )
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    n = body.n or 1
-    check_count(edge, 1, n)
-    start = forced_start(body, backend.tokenizer.tool_style)
-    prompt = await chat_tokens(edge, backend, body.messages, body.tools or [], start)
+    check_count(call, 1, body)
+    tools = body.tools or []
+    start = forced_start(body.tool_choice, tools, backend.tokenizer.tool_style)
+    canonical = call.edge.config.model.canonical_tools
+    prompt = await chat_tokens(backend, body.messages, tools, canonical, start)
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is None:
         max_tokens = max(1, backend.engine.max_request_tokens - len(prompt))
-    names = frozenset(tool.function.name for tool in body.tools or ())
-    id = f"chatcmpl-{request[REQUEST_ID]}"
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    plan = Plan(
-        id=id,
-        namespace=request[CALLER].namespace(body.cache_salt),
-        prompts=[prompt],
-        params=sampling_params(body, backend, max_tokens, top_logprobs),
-        n=n,
-        stops=stop_strings(body),
-        tool_names=names if body.tool_choice != "none" else frozenset(),
-        reply_start=start,
-        seconds=edge.config.server.request_seconds,
-    )
-    shape = Shape(id, backend.model_name, True, bool(body.logprobs), [""] * n)
-    return await respond(request, backend, plan, body, shape)
+    params = sampling_params(body, backend.info.vocab_size, max_tokens, top_logprobs)
+    plan = plan_for(call, "chatcmpl", body, [prompt], params)
+    if body.tool_choice != "none":
+        plan.tool_names = frozenset(tool.function.name for tool in tools)
+        plan.reply_start = start
+    return await respond(call, body, plan, [""])
 
 
-def check_count(edge: Edge, num_prompts: int, n: int) -> None:
-    limit = edge.config.server.max_prompts
+def check_count(call: Call, num_prompts: int, body: Sampling) -> None:
+    limit = call.edge.config.server.max_prompts
     if num_prompts == 0:
         raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
-    if num_prompts * n > limit:
+    if num_prompts * (body.n or 1) > limit:
         raise InvalidRequest(f"at most {limit} sequences a request", param="n")
 
 
-async def respond(
-    request: web.Request,
-    backend: Backend,
-    plan: Plan,
-    body: Sampling,
-    shape: Shape,
-) -> web.StreamResponse:
-    """Generate, and answer whole or as a stream."""
-    edge = request.app[EDGE]
-    encoding = negotiated(request)
-    with (
-        edge.place(request[CALLER]),
-        Generation(backend, plan, edge.metrics) as generation,
-    ):
+def plan_for(
+    call: Call, kind: str, body: Sampling, prompts: list[Tokens], params: SamplingParams
+) -> Plan:
+    return Plan(
+        id=f"{kind}-{call.id}",
+        account=call.caller.name,
+        namespace=call.caller.namespace(body.cache_salt),
+        prompts=prompts,
+        params=params,
+        n=body.n or 1,
+        stops=stop_strings(body),
+        seconds=call.edge.config.server.request_seconds,
+    )
+
+
+async def respond(call: Call, body: Sampling, plan: Plan, openings: list[str]) -> Any:
+    """Generate, and answer whole or as a stream. `openings`: each prompt's text if it is echoed."""
+    texts = [text for text in openings for _ in range(plan.n)]
+    is_chat, has_logprobs = isinstance(body, ChatRequest), plan.params.top_logprobs is not None
+    shape = Shape(plan.id, call.backend.model_name, is_chat, has_logprobs, texts)
+    with Generation(call.edge, plan) as generation:
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return await _stream(request, generation, encoding, shape, include_usage)
-        totals = [Delta(index=i, text=text) for i, text in enumerate(shape.openings)]
-        async for event in generation.events():
-            if isinstance(event, End):
-                return answer(request, shape.whole(totals, event.usage))
-            total = totals[event.index]
-            total.text += event.text
-            total.tool_calls += event.tool_calls
-            total.logprobs += event.logprobs
-            total.finish_reason = event.finish_reason
-    raise AssertionError("a generation ends with End or raises")
+            return await stream(call, generation, shape, include_usage)
+        totals = [Delta(index=i, text=text) for i, text in enumerate(texts)]
+        while not generation.is_done:
+            for delta in await generation.deltas():
+                total = totals[delta.index]
+                total.text += delta.text
+                total.tool_calls += delta.tool_calls
+                total.logprobs += delta.logprobs
+                total.finish_reason = delta.finish_reason
+        return shape.whole(totals, generation.usage())
 
 
-async def _stream(
-    request: web.Request,
-    generation: Generation,
-    encoding: Encoding,
-    shape: Shape,
-    include_usage: bool,
+async def stream(
+    call: Call, generation: Generation, shape: Shape, include_usage: bool
 ) -> web.StreamResponse:
     """Events as they come. A client that stops reading is cut off after `write_seconds`."""
-    response = web.StreamResponse(headers={"Cache-Control": "no-store"})
-    is_sse = encoding is Encoding.JSON
-    response.content_type = "text/event-stream" if is_sse else encoding.value
-    seconds = request.app[EDGE].config.server.write_seconds
+    is_sse = call.encoding is Encoding.JSON
+    seconds = call.edge.config.server.write_seconds
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream" if is_sse else call.encoding.value,
+            "Cache-Control": "no-store",
+            "x-request-id": call.id,
+        }
+    )
 
-    async def send(value: Any) -> None:
-        data = encode(value, encoding)
-        async with asyncio.timeout(seconds):
-            await response.write(b"data: %b\n\n" % data if is_sse else data)
+    async def send(events: Iterable[Any]) -> None:
+        parts = [encode(event, call.encoding) for event in events]
+        if is_sse:
+            parts = [b"data: %b\n\n" % part for part in parts]
+        if parts:
+            async with asyncio.timeout(seconds):
+                await response.write(b"".join(parts))
 
     try:
-        await response.prepare(request)
-        if not is_sse:
-            await send(shape.header(generation.num_prompt_tokens))
-        for i, text in enumerate(shape.openings):
-            opening = Delta(index=i, text=text)
-            if is_sse and (text or shape.is_chat):
-                await send(shape.chunk(opening))
-            elif text:
-                await send(opening)
+        await response.prepare(call.request)
+        await send(shape.beginning(generation.num_prompt_tokens, is_sse))
         try:
-            async for event in generation.events():
-                if not is_sse:
-                    await send(event)
-                elif isinstance(event, End):
-                    if include_usage:
-                        await send(shape.closing(event.usage))
-                elif event.text or event.tool_calls or event.logprobs or event.finish_reason:
-                    await send(shape.chunk(event))
+            while not generation.is_done:
+                deltas = await generation.deltas()
+                await send(shape.chunks(deltas) if is_sse else deltas)
+            usage = generation.usage()
+            if not is_sse:
+                await send([End(usage)])
+            elif include_usage:
+                await send([shape.closing(usage)])
             if is_sse:
                 await response.write(b"data: [DONE]\n\n")
         except (TimeoutError, ConnectionError):
             raise
         except Exception as error:
-            if not isinstance(error, ServiceError):
-                log.exception("request %s failed", request[REQUEST_ID])
-                error = EngineFailed("an internal error ended this stream; it has been logged")
-            await send(error.to_dict() if is_sse else Failure(error.to_dict()["error"]))
+            told = as_service_error(error, call.id).to_dict()
+            await send([{"error": told} if is_sse else Failure(told)])
         async with asyncio.timeout(seconds):
             await response.write_eof()
     except TimeoutError:
-        log.warning("request %s: the client did not read for %g s", request[REQUEST_ID], seconds)
-        if request.transport is not None:
-            request.transport.abort()
+        log.warning("request %s: the client did not read for %g s", call.id, seconds)
+        if call.request.transport is not None:
+            call.request.transport.abort()
     except ConnectionError:
-        log.info("request %s: the client went away", request[REQUEST_ID])
+        log.info("request %s: the client went away", call.id)
     return response
 
 
-async def models(request: web.Request) -> web.Response:
+async def models(call: Call) -> Any:
     """GET /v1/models"""
-    return answer(request, {"object": "list", "data": [_model(request.app[EDGE])]})
+    return {"object": "list", "data": [await model(call)]}
 
 
-async def model(request: web.Request) -> web.Response:
+async def model(call: Call) -> Any:
     """GET /v1/models/{id}"""
-    edge = request.app[EDGE]
-    served = _model(edge)
-    if request.match_info["id"] != served["id"]:
-        raise NotFound(f"this service has the model {served['id']!r} alone", param="model")
-    return answer(request, served)
-
-
-def _model(edge: Edge) -> dict[str, Any]:
-    backend = edge.ready_backend()
+    backend = call.backend
+    if call.request.match_info.get("id", backend.model_name) != backend.model_name:
+        raise NotFound(f"this service has the model {backend.model_name!r} alone", param="model")
     return {
         "id": backend.model_name,
         "object": "model",
@@ -336,6 +289,15 @@ def _model(edge: Edge) -> dict[str, Any]:
     }
 
 
-async def responses(request: web.Request) -> web.Response:
+async def responses(call: Call) -> Any:
     """POST /v1/responses: declined, since it would keep conversations on the server."""
     raise NotFound("this service has no /v1/responses: use /v1/chat/completions")
+
+
+ROUTES = {
+    ("POST", "/v1/completions"): completions,
+    ("POST", "/v1/chat/completions"): chat_completions,
+    ("POST", "/v1/responses"): responses,
+    ("GET", "/v1/models"): models,
+    ("GET", "/v1/models/{id:.+}"): model,
+}

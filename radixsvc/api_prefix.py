@@ -10,22 +10,21 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from aiohttp import web
 
-from radixsvc.admission import CALLER, EDGE, REQUEST_ID, Edge, read_body
-from radixsvc.api_openai import answer, chat_tokens, check_model, prompt_tokens, tokenized
-from radixsvc.cache import PinLimit, PrefixCache, TokensByTier
-from radixsvc.codec import MSGPACK_TYPES, token_ids
+from radixsvc.admission import Call, Edge
+from radixsvc.api_openai import chat_tokens, prompt_tokens, tokenized
+from radixsvc.cache import PinLimit, PrefixCache
+from radixsvc.codec import Encoding, token_ids
 from radixsvc.errors import InvalidRequest, SetupError
 from radixsvc.explain import explain, look
 from radixsvc.generation import Generation, Plan
-from radixsvc.namespace import namespace_key
+from radixsvc.namespace import account_name, namespace_key
 from radixsvc.protocol import (
     DetokenizeRequest,
-    End,
+    Explanation,
     Message,
     PrefixMatch,
     PromptRequest,
@@ -46,98 +45,104 @@ async def on_engine(backend: Backend, function: Callable[[PrefixCache], T]) -> T
     return await asyncio.wrap_future(backend.engine.call(function))
 
 
-async def read_prompt(request: web.Request, body: PromptRequest, special: bool = True) -> Tokens:
+async def read_prompt(call: Call, body: PromptRequest, special: bool = True) -> Tokens:
     """The token ids of a body's `prompt`, or of its `messages`."""
-    edge = request.app[EDGE]
-    backend = edge.ready_backend()
-    check_model(edge, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
-    if body.messages is not None:
-        return await chat_tokens(edge, backend, body.messages, body.tools or [])
-    return await prompt_tokens(backend, body.prompt, special)
+    if body.messages is None:
+        return await prompt_tokens(call.backend, body.prompt, special)
+    canonical = call.edge.config.model.canonical_tools
+    return await chat_tokens(call.backend, body.messages, body.tools or [], canonical)
 
 
-async def _scope(request: web.Request) -> tuple[Backend, PromptRequest, str, Tokens]:
-    """What every endpoint here works on: backend, body, namespace and token ids."""
-    backend = request.app[EDGE].ready_backend()
-    body = await read_body(request, PromptRequest)
-    tokens = await read_prompt(request, body)
-    return backend, body, request[CALLER].namespace(body.cache_salt), tokens
+class Asked(NamedTuple):
+    """Whose prompt is asked about."""
+
+    namespace: str
+    tokens: Tokens
+    ttl: float
 
 
-async def match(request: web.Request) -> web.Response:
+async def read_scope(call: Call) -> Asked:
+    body = await call.read(PromptRequest)
+    namespace = call.caller.namespace(body.cache_salt)
+    return Asked(namespace, await read_prompt(call, body), body.ttl or PIN_SECONDS)
+
+
+async def on_prompt(call: Call, function: Callable[[PrefixCache, Asked], T]) -> T:
+    """`function` on the engine thread, for what the body asks about."""
+    asked = await read_scope(call)
+    return await on_engine(call.backend, lambda cache: function(cache, asked))
+
+
+async def match(call: Call) -> PrefixMatch:
     """POST /v1/prefix/match: how much of a prompt is cached, by tier; changes nothing."""
-    backend, _, namespace, tokens = await _scope(request)
-    found = await on_engine(backend, lambda c: c.match(namespace, tokens))
-    return answer(request, _as_match(_tiers(tokens, found)))
+    return await on_prompt(call, _match)
 
 
-async def explained(request: web.Request) -> web.Response:
+async def explained(call: Call) -> Explanation:
     """POST /v1/prefix/explain: why a prompt is not cached any further."""
-    backend, _, namespace, tokens = await _scope(request)
-    found, seen = await on_engine(
-        backend, lambda c: (c.match(namespace, tokens), look(c.tree, namespace, tokens))
+    asked, found, seen = await on_prompt(
+        call, lambda cache, a: (a, _match(cache, a), look(cache.tree, a.namespace, a.tokens))
     )
-    tiers = _tiers(tokens, found)
-    return answer(request, await asyncio.to_thread(explain, tokens, tiers, seen, backend.tokenizer))
+    tokenizer = call.backend.tokenizer
+    return await asyncio.to_thread(explain, asked.tokens, found.radixsvc, seen, tokenizer)
 
 
-async def warm(request: web.Request) -> web.Response:
+async def warm(call: Call) -> PrefixMatch:
     """POST /v1/prefix/warm: compute and cache a prompt's keys and values."""
-    backend, _, namespace, tokens = await _scope(request)
-    edge = request.app[EDGE]
-    with edge.place(request[CALLER]):
-        usage = await _prefill(edge, backend, request[REQUEST_ID], namespace, tokens)
-    return answer(request, _as_match(usage.radixsvc))
+    asked = await read_scope(call)
+    usage = await _prefill(call.edge, call.id, asked.namespace, asked.tokens)
+    return PrefixMatch(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.prompt_tokens_details.cached_tokens,
+        radixsvc=usage.radixsvc,
+    )
 
 
-async def pin(request: web.Request) -> web.Response:
+async def pin(call: Call) -> Any:
     """POST /v1/prefix/pin: keep a cached prompt from being dropped, for `ttl` seconds."""
-    backend, body, namespace, tokens = await _scope(request)
-    ttl = body.ttl or PIN_SECONDS
     try:
-        pinned = await on_engine(backend, lambda cache: cache.pin(namespace, tokens, ttl))
+        pinned, ttl = await on_prompt(
+            call, lambda cache, a: (cache.pin(a.namespace, a.tokens, a.ttl), a.ttl)
+        )
     except PinLimit as error:
         raise InvalidRequest(str(error), param="prompt") from None
-    return answer(request, {"pinned_tokens": pinned, "ttl": ttl})
+    return {"pinned_tokens": pinned, "ttl": ttl}
 
 
-async def unpin(request: web.Request) -> web.Response:
+async def unpin(call: Call) -> Any:
     """POST /v1/prefix/unpin"""
-    backend, _, namespace, tokens = await _scope(request)
-    found = await on_engine(backend, lambda cache: cache.unpin(namespace, tokens))
-    return answer(request, {"unpinned": found})
+    return {"unpinned": await on_prompt(call, lambda cache, a: cache.unpin(a.namespace, a.tokens))}
 
 
-async def evict(request: web.Request) -> web.Response:
+async def evict(call: Call) -> Any:
     """POST /v1/prefix/evict: drop what is cached of a prompt and of nothing else."""
-    backend, _, namespace, tokens = await _scope(request)
-    pages = await on_engine(backend, lambda cache: cache.evict(namespace, tokens))
-    return answer(request, {"evicted_pages": pages})
+    return {
+        "evicted_pages": await on_prompt(call, lambda cache, a: cache.evict(a.namespace, a.tokens))
+    }
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(call: Call) -> Any:
     """POST /v1/tokenize: token ids, as a bin of little-endian int32 in msgpack."""
-    backend = request.app[EDGE].ready_backend()
-    body = await read_body(request, TokenizeRequest)
-    tokens = await read_prompt(request, body, body.add_special_tokens)
-    response = answer(request, {})
-    packed = response.content_type in MSGPACK_TYPES
-    return answer(request, {
+    body = await call.read(TokenizeRequest)
+    tokens = await read_prompt(call, body, body.add_special_tokens)
+    is_packed = call.encoding is Encoding.MSGPACK
+    return {
         "count": len(tokens),
-        "max_model_len": backend.engine.max_request_tokens,
-        "tokens": tokens.astype("<i4").tobytes() if packed else tokens.tolist(),
-    })  # fmt: skip
+        "max_model_len": call.backend.engine.max_request_tokens,
+        "tokens": tokens.astype("<i4").tobytes() if is_packed else tokens.tolist(),
+    }
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(call: Call) -> Any:
     """POST /v1/detokenize"""
-    backend = request.app[EDGE].ready_backend()
-    body = await read_body(request, DetokenizeRequest)
+    body = await call.read(DetokenizeRequest)
+    backend = call.backend
     tokens = token_ids(body.tokens, "tokens", backend.info.vocab_size)
-    text = await tokenized(backend, lambda: backend.tokenizer.decode(tokens), len(tokens))
-    return answer(request, {"prompt": text})
+    return {
+        "prompt": await tokenized(backend, lambda: backend.tokenizer.decode(tokens), len(tokens))
+    }
 
 
 async def warm_named_prompts(edge: Edge) -> None:
@@ -150,12 +155,10 @@ async def warm_named_prompts(edge: Edge) -> None:
                 text = await asyncio.to_thread(Path(prompt.file).read_text)
             except (OSError, UnicodeDecodeError) as error:
                 raise SetupError(f"prompts.{name}.file: {error}") from None
-        if prompt.system:
-            tokens = await system_tokens(edge, backend, text)
-        else:
-            tokens = await prompt_tokens(backend, text)
+        find = system_tokens if prompt.system else prompt_tokens
+        tokens = await find(backend, text)
         namespace = namespace_key(prompt.namespace)
-        await _prefill(edge, backend, f"prompt-{name}", namespace, tokens)
+        await _prefill(edge, f"prompt-{name}", namespace, tokens)
 
         def keep(cache: PrefixCache, ns: str = namespace, ids: Tokens = tokens) -> int:
             return cache.pin(ns, ids, float("inf"))
@@ -167,11 +170,11 @@ async def warm_named_prompts(edge: Edge) -> None:
         log.info("prompt %s: %d of %d tokens pinned", name, pinned, len(tokens))
 
 
-async def system_tokens(edge: Edge, backend: Backend, text: str) -> Tokens:
+async def system_tokens(backend: Backend, text: str) -> Tokens:
     """What chats with this system message have in common, found by templating two of them."""
     system = Message(role="system", content=text)
     first, second = [
-        await chat_tokens(edge, backend, [system, Message(role="user", content=word)], [])
+        await chat_tokens(backend, [system, Message(role="user", content=word)], [], True)
         for word in ("A", "1")
     ]
     size = min(len(first), len(second))
@@ -179,35 +182,34 @@ async def system_tokens(edge: Edge, backend: Backend, text: str) -> Tokens:
     return first[: differ[0] if len(differ) else size]
 
 
-async def _prefill(
-    edge: Edge, backend: Backend, id: str, namespace: str, tokens: Tokens
-) -> UsageInfo:
+async def _prefill(edge: Edge, id: str, namespace: str, tokens: Tokens) -> UsageInfo:
     """Compute a prompt. The one token sampled for it is thrown away."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    plan = Plan(id=f"warm-{id}", namespace=namespace, prompts=[tokens], params=params)
-    with Generation(backend, plan, edge.metrics) as generation:
-        async for event in generation.events():
-            if isinstance(event, End):
-                return event.usage
-    raise AssertionError("a generation ends with End or raises")
+    plan = Plan(f"warm-{id}", account_name(namespace), namespace, [tokens], params)
+    with Generation(edge, plan) as generation:
+        while not generation.is_done:
+            await generation.deltas()
+        return generation.usage()
 
 
-def _as_match(tiers: TierTokens) -> PrefixMatch:
-    cached = tiers.device + tiers.host + tiers.disk
-    return PrefixMatch(prompt_tokens=cached + tiers.computed, cached_tokens=cached, radixsvc=tiers)
+def _match(cache: PrefixCache, asked: Asked) -> PrefixMatch:
+    tokens = asked.tokens
+    found = cache.match(asked.namespace, tokens)
+    computed = len(tokens) - found.length
+    return PrefixMatch(
+        prompt_tokens=len(tokens),
+        cached_tokens=found.length,
+        radixsvc=TierTokens(found.device, found.host, found.disk, computed),
+    )
 
 
-def _tiers(tokens: Tokens, found: TokensByTier) -> TierTokens:
-    return TierTokens(found.device, found.host, found.disk, len(tokens) - found.length)
-
-
-ROUTES = [
-    web.post("/v1/prefix/match", match),
-    web.post("/v1/prefix/explain", explained),
-    web.post("/v1/prefix/warm", warm),
-    web.post("/v1/prefix/pin", pin),
-    web.post("/v1/prefix/unpin", unpin),
-    web.post("/v1/prefix/evict", evict),
-    web.post("/v1/tokenize", tokenize),
-    web.post("/v1/detokenize", detokenize),
-]
+ROUTES = {
+    ("POST", "/v1/prefix/match"): match,
+    ("POST", "/v1/prefix/explain"): explained,
+    ("POST", "/v1/prefix/warm"): warm,
+    ("POST", "/v1/prefix/pin"): pin,
+    ("POST", "/v1/prefix/unpin"): unpin,
+    ("POST", "/v1/prefix/evict"): evict,
+    ("POST", "/v1/tokenize"): tokenize,
+    ("POST", "/v1/detokenize"): detokenize,
+}

@@ -6,16 +6,16 @@ bytes of Python, so maps and arrays are counted as they are built. Both decoders
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgpack
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from radixsvc.errors import InvalidRequest, NotAcceptable, UnsupportedMediaType
 from radixsvc.request import Tokens
@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 MSGPACK_TYPES = ("application/vnd.msgpack", "application/msgpack", "application/x-msgpack")
 JSON_TYPES = ("application/json", "text/event-stream", "application/*", "text/*", "*/*")
+SMALL_BODY = 65_536  # bytes; so many can't grow beyond 5 MB
 MAX_CONTAINERS = 65_536
 MAX_MAP_ITEMS = 4_096
 MAX_TEMPLATE_NESTING = 32
@@ -34,11 +35,13 @@ class Encoding(StrEnum):
     MSGPACK = "application/vnd.msgpack"
 
 
+@functools.lru_cache(256)
 def body_encoding(content_type: str) -> Encoding:
-    """415 for anything but the two encodings."""
-    if content_type in MSGPACK_TYPES:
+    """Of a Content-Type header; 415 for anything but the two encodings."""
+    media = _media(content_type)
+    if media in MSGPACK_TYPES:
         return Encoding.MSGPACK
-    if content_type == "application/json":
+    if media == "application/json":
         return Encoding.JSON
     raise UnsupportedMediaType(
         f"content-type {content_type!r} is not understood: send application/json or "
@@ -46,17 +49,22 @@ def body_encoding(content_type: str) -> Encoding:
     )
 
 
+@functools.lru_cache(256)
 def answer_encoding(accept: str, content_type: str) -> Encoding:
     """The first of `accept` that we have; `*/*` or none means: as the body came. Else 406."""
     for item in accept.split(",") if accept.strip() else ["*/*"]:
-        media = item.partition(";")[0].strip().lower()
-        if media in MSGPACK_TYPES or (media == "*/*" and content_type in MSGPACK_TYPES):
+        media = _media(item)
+        if media in MSGPACK_TYPES or (media == "*/*" and _media(content_type) in MSGPACK_TYPES):
             return Encoding.MSGPACK
         if media in JSON_TYPES:
             return Encoding.JSON
     raise NotAcceptable(
         f"nothing in accept {accept!r} is on offer: ask for application/json or {MSGPACK_TYPES[0]}"
     )
+
+
+def _media(header: str) -> str:
+    return header.partition(";")[0].strip().lower()
 
 
 def encode(value: Any, encoding: Encoding) -> bytes:
@@ -71,6 +79,8 @@ def decode(body: bytes, encoding: Encoding, kind: type[T]) -> T:
     try:
         if encoding is Encoding.JSON:
             return msgspec.json.decode(body, type=kind)
+        if len(body) <= SMALL_BODY:
+            return msgspec.msgpack.decode(body, type=kind)
         return msgspec.convert(_unpack(body), kind)
     except msgspec.ValidationError as error:
         words, _, path = str(error).partition(" - at `")
@@ -113,26 +123,28 @@ def _unpack(body: bytes) -> Any:
 def token_ids(value: Any, param: str, vocab_size: int) -> Tokens:
     """Token ids from an array of integers or a bin of little-endian int32; all within the
     vocabulary, at least one."""
-    ids: npt.NDArray[Any]
-    if isinstance(value, bytes):
-        if len(value) % 4:
-            raise InvalidRequest(f"{param}: a bin of token ids holds int32", param=param)
-        ids = np.frombuffer(value, "<i4").astype(np.int32, copy=False)
-    else:
+    if not isinstance(value, bytes):
         try:
-            ids = np.array(value)
-        except (ValueError, OverflowError):  # ragged, or beyond 64 bits
-            ids = np.empty((0, 0), np.int64)
-        if ids.ndim != 1 or ids.dtype != np.int64 or bool in set(map(type, value)):
-            raise InvalidRequest(f"{param} should be text or token ids", param=param)
+            ids = np.array(msgspec.convert(value, _ids_type(vocab_size)), np.int32)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(
+                f"{param} should be text or token ids: {error}", param=param
+            ) from None
+    elif len(value) % 4:
+        raise InvalidRequest(f"{param}: a bin of token ids holds int32", param=param)
+    else:
+        ids = np.frombuffer(value, "<i4").astype(np.int32, copy=False)
+        # as unsigned, a negative id is a large one
+        if len(ids) and int(ids.view(np.uint32).max()) >= vocab_size:
+            raise InvalidRequest(f"{param}: token ids run from 0 to {vocab_size - 1}", param=param)
     if len(ids) == 0:
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
-    # As unsigned, a negative id is a large one.
-    if int(ids.view(np.uint32 if ids.itemsize == 4 else np.uint64).max()) >= vocab_size:
-        raise InvalidRequest(
-            f"{param}: token ids run from 0 to {vocab_size - 1} for this model", param=param
-        )
-    return ids.astype(np.int32, copy=False)
+    return ids
+
+
+@functools.cache
+def _ids_type(vocab_size: int) -> Any:
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
 
 
 def canonical(value: Any, param: str, sort: bool) -> Any:
@@ -144,15 +156,11 @@ def canonical(value: Any, param: str, sort: bool) -> Any:
 def _canonical(value: Any, param: str, sort: bool, depth: int, count: Iterator[int]) -> Any:
     if depth > MAX_TEMPLATE_NESTING or next(count) > MAX_CONTAINERS:
         raise InvalidRequest(f"{param} is nested too deeply, or too large", param=param)
-    if isinstance(value, bytes) or (isinstance(value, dict) and any(map(_is_bytes, value))):
-        raise InvalidRequest(f"{param} should hold text, not bins", param=param)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         keys = sorted(value) if sort else list(value)
         return {key: _canonical(value[key], param, sort, depth + 1, count) for key in keys}
     if isinstance(value, list):
         return [_canonical(item, param, sort, depth + 1, count) for item in value]
-    return value
-
-
-def _is_bytes(value: Any) -> bool:
-    return isinstance(value, bytes)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise InvalidRequest(f"{param} should hold what JSON can: no bins", param=param)

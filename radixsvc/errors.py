@@ -14,6 +14,11 @@ class ServiceError(Exception):
     type = "server_error"
     code: str | None = None
 
+    def __init_subclass__(
+        cls, status: int | None = None, type: str | None = None, code: str | None = None
+    ) -> None:
+        cls.status, cls.type, cls.code = status or cls.status, type or cls.type, code or cls.code
+
     def __init__(
         self, message: str, *, param: str | None = None, retry_after: float | None = None
     ) -> None:
@@ -22,99 +27,65 @@ class ServiceError(Exception):
         self.param = param
         self.retry_after = retry_after
 
-    def to_dict(self) -> dict[str, dict[str, str | None]]:
+    def to_dict(self) -> dict[str, str | None]:
         """OpenAI's error object."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 
-class InvalidRequest(ServiceError):
-    status = 400
-    type = "invalid_request_error"
+class InvalidRequest(ServiceError, status=400, type="invalid_request_error"): ...
 
 
-class ContextLengthExceeded(InvalidRequest):
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """The prompt and its answer can never fit the model's context or the device's pages."""
 
-    code = "context_length_exceeded"
+
+class AuthenticationFailed(
+    ServiceError, status=401, type="authentication_error", code="invalid_api_key"
+): ...
 
 
-class AuthenticationFailed(ServiceError):
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
+class PermissionDenied(ServiceError, status=403, type="permission_error"): ...
 
 
-class PermissionDenied(ServiceError):
-    status = 403
-    type = "permission_error"
+class NotFound(InvalidRequest, status=404, code="not_found"): ...
 
 
-class NotFound(InvalidRequest):
-    status = 404
-    code = "not_found"
+class MethodNotAllowed(InvalidRequest, status=405): ...
 
 
-class NotAcceptable(InvalidRequest):
-    status = 406
+class NotAcceptable(InvalidRequest, status=406): ...
 
 
-class RequestTooSlow(InvalidRequest):
-    status = 408
+class RequestTooSlow(InvalidRequest, status=408): ...
 
 
-class BodyTooLarge(InvalidRequest):
-    status = 413
+class BodyTooLarge(InvalidRequest, status=413): ...
 
 
-class UnsupportedMediaType(InvalidRequest):
-    status = 415
+class UnsupportedMediaType(InvalidRequest, status=415): ...
 
 
-class QueueFull(ServiceError):
+class QueueFull(ServiceError, status=429, type="rate_limit_error", code="queue_full"):
     """Too much is waiting; come back after `retry_after` seconds."""
 
-    status = 429
-    type = "rate_limit_error"
-    code = "queue_full"
 
-
-class SlowReader(ServiceError):
+class SlowReader(ServiceError, status=408, code="slow_reader"):
     """The client did not read its stream within the deadline, so its request was ended."""
 
-    status = 408
-    code = "slow_reader"
+
+class DeadlineExceeded(ServiceError, status=504, code="deadline_exceeded"): ...
 
 
-class DeadlineExceeded(ServiceError):
-    status = 504
-    code = "deadline_exceeded"
-
-
-class Draining(ServiceError):
+class Draining(ServiceError, status=503, code="draining"):
     """The service is shutting down and takes no new requests."""
 
-    status = 503
-    code = "draining"
 
-
-class NotReady(ServiceError):
+class NotReady(ServiceError, status=503, code="not_ready"):
     """The model is still being loaded."""
 
-    status = 503
-    code = "not_ready"
 
-
-class EngineFailed(ServiceError):
+class EngineFailed(ServiceError, code="engine_failed"):
     """The step that held this request failed; the request was ended, others were not."""
-
-    code = "engine_failed"
 
 
 class SetupError(Exception):

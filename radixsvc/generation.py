@@ -1,6 +1,6 @@
 """What one HTTP request asks of the engine, and the engine's answer as typed stream events.
 
-    plan --submit all--> engine --tokens--> TextAssembler --> ToolCallParser --> Delta..., End
+    plan --submit all--> engine --tokens--> TextAssembler --> ToolCallParser --> deltas, usage
 
 All sequences of a request are submitted before anything is answered, so that a full queue or a
 prompt that is too long still gets its HTTP status. Leaving the context cancels what still runs.
@@ -9,18 +9,16 @@ prompt that is too long still gets its HTTP status. Leaving the context cancels 
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
+import msgspec
 
-from radixsvc.metrics import Metrics
 from radixsvc.protocol import (
     ChatLogprob,
     Delta,
-    End,
     PromptDetails,
     TierTokens,
     TopLogprob,
@@ -40,14 +38,16 @@ from radixsvc.tokenizer import IncrementalDetokenizer, Tokenizer
 from radixsvc.toolcalls import ToolCallParser
 
 if TYPE_CHECKING:
+    from radixsvc.admission import Edge
     from radixsvc.startup import Backend
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """`n` choices for each of `prompts`. Choice i of prompt p has the index p * n + i."""
 
     id: str
+    account: str  # whose place among the requests in flight it takes
     namespace: str
     prompts: list[Tokens]
     params: SamplingParams
@@ -61,125 +61,134 @@ class Plan:
 class Generation:
     """A submitted plan; to be used as a context manager."""
 
-    def __init__(self, backend: Backend, plan: Plan, metrics: Metrics) -> None:
-        self.backend = backend
+    def __init__(self, edge: Edge, plan: Plan) -> None:
+        self.edge = edge
+        self.backend = edge.ready_backend()
         self.plan = plan
-        self.metrics = metrics
         self.started = time.monotonic()
-        self._requests: list[Request] = []
-        self._usages: dict[int, Usage] = {}
+        self._has_begun = False
+        self._ready = asyncio.Event()
+        self._choices: list[_Choice] = []
 
     def __enter__(self) -> Generation:
         """Submit. QueueFull, ContextLengthExceeded and Draining leave nothing behind."""
+        plan = self.plan
+        self.edge.enter(plan.account)
+        deadline = self.started + plan.seconds if plan.seconds else None
         try:
-            for i in range(len(self.plan.prompts) * self.plan.n):
-                request = self._request(i)
+            for index in range(len(plan.prompts) * plan.n):
+                params = plan.params
+                if params.seed is not None and index % plan.n:
+                    seed = (params.seed + index % plan.n) % 2**63
+                    params = msgspec.structs.replace(params, seed=seed)
+                request = Request(
+                    id=f"{plan.id}-{index}",
+                    namespace=plan.namespace,
+                    tokens=plan.prompts[index // plan.n],
+                    params=params,
+                    stream=TokenStream(self.edge.loop, ready=self._ready),
+                    eos_token_ids=self.backend.info.eos_token_ids,
+                    deadline=deadline,
+                )
                 self.backend.engine.submit(request)
-                self._requests.append(request)
+                self._choices.append(_Choice(index, request, plan, self.backend))
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for index, request in enumerate(self._requests):
-            if index not in self._usages:
-                self.backend.engine.cancel(request.id)
-        self.metrics.duration.observe(time.monotonic() - self.started)
+        for choice in self._choices:
+            if choice.usage is None:
+                self.backend.engine.cancel(choice.request.id)
+        self.edge.leave(self.plan.account)
+        self.edge.metrics.duration.observe(time.monotonic() - self.started)
+
+    @property
+    def is_done(self) -> bool:
+        return None not in [choice.usage for choice in self._choices]
+
+    async def deltas(self) -> list[Delta]:
+        """More of any choices, as soon as there is. Raises what ended a request."""
+        while True:
+            self._ready.clear()  # before looking: what comes later sets it again
+            found: list[Delta] = []
+            for choice in self._choices:
+                choice.take(found)
+            if found:
+                if not self._has_begun:
+                    self._has_begun = True
+                    self.edge.metrics.first_token.observe(time.monotonic() - self.started)
+                return found
+            await self._ready.wait()
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.plan.prompts))
 
-    async def events(self) -> AsyncIterator[Delta | End]:
-        """Deltas of all choices as they come, and the usage. Raises what ended a request."""
-        choices = [self._choice(i, request) for i, request in enumerate(self._requests)]
-        merged = choices[0] if len(choices) == 1 else _merge(choices)
-        first = True
-        async for delta in merged:
-            if first:
-                self.metrics.first_token.observe(time.monotonic() - self.started)
-                first = False
-            yield delta
-        yield End(self._usage())
+    def usage(self) -> UsageInfo:
+        """Once all have ended. Of each prompt the first choice counts: others share its pages."""
+        prompt = completion = device = host = disk = 0
+        for i, choice in enumerate(self._choices):
+            usage = choice.usage
+            assert usage is not None
+            completion += usage.completion_tokens
+            if i % self.plan.n == 0:
+                prompt += usage.prompt_tokens
+                device += usage.sources.device
+                host += usage.sources.host
+                disk += usage.sources.disk
+        cached = device + host + disk
+        tiers = TierTokens(device, host, disk, prompt - cached)
+        return UsageInfo(prompt, completion, prompt + completion, PromptDetails(cached), tiers)
 
-    def _request(self, index: int) -> Request:
-        plan = self.plan
-        params = plan.params
-        if params.seed is not None and index % plan.n:
-            params = replace(params, seed=(params.seed + index % plan.n) % 2**63)
-        return Request(
-            id=f"{plan.id}-{index}",
-            namespace=plan.namespace,
-            tokens=plan.prompts[index // plan.n],
-            params=params,
-            stream=TokenStream(asyncio.get_running_loop()),
-            eos_token_ids=self.backend.info.eos_token_ids,
-            deadline=time.monotonic() + plan.seconds if plan.seconds else None,
-        )
 
-    async def _choice(self, index: int, request: Request) -> AsyncIterator[Delta]:
-        tokenizer = self.backend.tokenizer
-        assembler = TextAssembler(IncrementalDetokenizer(tokenizer), self.plan.stops)
-        parser = None
-        if self.plan.tool_names:
-            parser = ToolCallParser(self.plan.tool_names, self.plan.reply_start)
-        reason = FinishReason.STOP
-        async for event in request.stream:
+class _Choice:
+    """One sequence on its way from tokens to deltas. `usage` is None until it has ended."""
+
+    def __init__(self, index: int, request: Request, plan: Plan, backend: Backend) -> None:
+        self.request = request
+        self.usage: Usage | None = None
+        self._index = index
+        self._backend = backend
+        self._text = TextAssembler(IncrementalDetokenizer(backend.tokenizer), plan.stops)
+        self._tools = ToolCallParser(plan.tool_names, plan.reply_start) if plan.tool_names else None
+
+    def take(self, deltas: list[Delta]) -> None:
+        """Add what has come since, without waiting."""
+        while (event := self.request.stream.take()) is not None:
             if isinstance(event, Finished):
-                self._usages[index] = event.usage
-                reason = event.reason
-            elif not assembler.stopped:
-                piece = assembler.push(event.tokens, event.logprobs)
-                if assembler.stopped:
-                    self.backend.engine.cancel(request.id)
-                delta = _delta(index, piece, parser, tokenizer)
+                self.usage = event.usage
+                deltas.append(self._last(event.reason))
+                return
+            if not self._text.stopped:
+                delta = self._delta(self._text.push(event.tokens, event.logprobs))
+                if self._text.stopped:
+                    self._backend.engine.cancel(self.request.id)
                 if delta.text or delta.tokens or delta.tool_calls:
-                    yield delta
-        last = _delta(index, assembler.flush(), parser, tokenizer)
-        num_calls = len(parser.calls) if parser else 0
-        if parser:
-            last.text += parser.flush()
-            last.tool_calls += parser.calls[num_calls:]
-        if parser and parser.calls:
-            last.finish_reason = "tool_calls"
-        elif assembler.stopped:
-            last.finish_reason = "stop"
-        else:
-            last.finish_reason = reason.value
-        yield last
+                    deltas.append(delta)
 
-    def _usage(self) -> UsageInfo:
-        """Of each prompt the first choice counts: the others share its pages."""
-        firsts = [self._usages[p * self.plan.n] for p in range(len(self.plan.prompts))]
-        prompt = sum(usage.prompt_tokens for usage in firsts)
-        completion = sum(usage.completion_tokens for usage in self._usages.values())
-        device, host, disk, computed = (
-            sum(getattr(usage.sources, name) for usage in firsts)
-            for name in ("device", "host", "disk", "computed")
+    def _delta(self, piece: Piece) -> Delta:
+        delta = Delta(
+            index=self._index,
+            text=piece.text,
+            tokens=struct.pack(f"<{len(piece.tokens)}i", *piece.tokens),
+            logprobs=[_logprob(logprob, self._backend.tokenizer) for logprob in piece.logprobs],
         )
-        return UsageInfo(
-            prompt,
-            completion,
-            prompt + completion,
-            PromptDetails(device + host + disk),
-            TierTokens(device, host, disk, computed),
-        )
+        if self._tools is not None and piece.text:
+            delta.text = self._tools.push(piece.text)
+            delta.tool_calls = self._tools.take()
+        return delta
 
-
-def _delta(index: int, piece: Piece, parser: ToolCallParser | None, tokenizer: Tokenizer) -> Delta:
-    text, calls = piece.text, []
-    if parser is not None and text:
-        num_calls = len(parser.calls)
-        text = parser.push(text)
-        calls = parser.calls[num_calls:]
-    return Delta(
-        index=index,
-        text=text,
-        tokens=np.array(piece.tokens, "<i4").tobytes(),
-        tool_calls=calls,
-        logprobs=[_logprob(logprob, tokenizer) for logprob in piece.logprobs],
-    )
+    def _last(self, reason: FinishReason) -> Delta:
+        delta = self._delta(self._text.flush())
+        delta.finish_reason = "stop" if self._text.stopped else reason.value
+        if self._tools is not None:
+            delta.text += self._tools.flush()
+            delta.tool_calls += self._tools.take()
+            if self._tools.num_calls and not self._tools.is_cut:
+                delta.finish_reason = "tool_calls"
+        return delta
 
 
 def _logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> ChatLogprob:
@@ -189,25 +198,3 @@ def _logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> ChatLogprob:
 
     top = [TopLogprob(*named(token, value)) for token, value in logprob.top]
     return ChatLogprob(*named(logprob.token, logprob.logprob), top)
-
-
-async def _merge(iterators: list[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
-    """Items of all iterators as they come, each pulled only when its last one was taken."""
-    pending = {asyncio.ensure_future(_next(it)): it for it in iterators}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                iterator = pending.pop(task)
-                item = task.result()
-                if item is not None:
-                    pending[asyncio.ensure_future(_next(iterator))] = iterator
-                    yield item
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-
-
-async def _next(iterator: AsyncIterator[Delta]) -> Delta | None:
-    return await anext(iterator, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from msgspec import UNSET
 
@@ -13,6 +14,7 @@ from radixsvc.protocol import (
     Delta,
     Header,
     Reply,
+    StreamEvent,
     TextLogprobs,
     UsageInfo,
 )
@@ -34,13 +36,26 @@ class Shape:
         self._offsets = [len(text) for text in openings]
         self._opened: set[int] = set()
 
-    def header(self, num_prompt_tokens: int) -> Header:
-        return Header(
+    def beginning(self, num_prompt_tokens: int, is_sse: bool) -> Sequence[Completion | StreamEvent]:
+        """What a stream has before anything is generated: a header, roles, echoed prompts."""
+        deltas = [Delta(index=i, text=text) for i, text in enumerate(self.openings)]
+        if is_sse:
+            return [self._chunk(delta) for delta in deltas if self.is_chat or delta.text]
+        header = Header(
             id=self.id, created=self._created, model=self.model, object=self.object,
             prompt_tokens=num_prompt_tokens,
         )  # fmt: skip
+        return [header, *(delta for delta in deltas if delta.text)]
 
-    def chunk(self, delta: Delta) -> Completion:
+    def chunks(self, deltas: list[Delta]) -> list[Completion]:
+        """Deltas as OpenAI's chunks; tokens that have no text yet make none."""
+        return [
+            self._chunk(delta)
+            for delta in deltas
+            if delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason
+        ]
+
+    def _chunk(self, delta: Delta) -> Completion:
         """A choice's first chunk has the role, and a content even if it is empty."""
         choice = self._choice(delta)
         if self.is_chat:

@@ -3,7 +3,8 @@
     emitted to the client | held back: may yet become a stop string | not sampled yet
     ----------------------^ _emitted                                ^ _end       (in characters)
 
-A token, its id and its log-probability are let out once all of its text is.
+A token, its id and its log-probability are let out once all of its text is. Without stop
+strings nothing is held back.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class TextAssembler:
 
     def push(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Piece:
         """Take sampled tokens in; tokens that follow a stop string are ignored."""
+        if not self.stops:
+            return Piece(self._detokenizer.push(tokens), tokens, logprobs)
         piece = Piece()
         for i, token in enumerate(tokens):
             if self.stopped:
@@ -61,6 +64,8 @@ class TextAssembler:
 
     def flush(self) -> Piece:
         """The end of the stream: let out what was held back."""
+        if not self.stops:
+            return Piece(self._detokenizer.flush())
         piece = Piece()
         if not self.stopped:
             text = self._detokenizer.flush()

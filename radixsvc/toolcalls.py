@@ -11,6 +11,7 @@ A template that knows nothing of tools gets them described in its system message
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from typing import Any
 
@@ -18,9 +19,14 @@ import msgspec
 
 from radixsvc.codec import canonical
 from radixsvc.errors import InvalidRequest
-from radixsvc.protocol import ChatRequest, Function, Message, Tool, ToolCall, ToolChoice
+from radixsvc.protocol import Function, Message, Tool, ToolCall, ToolChoice
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FORCED = {  # by the template's style: what comes before a function's name, and its arguments
+    "hermes": (OPEN + '\n{"name": "', '"arguments": {'),
+    "llama": ('{"name": "', '"parameters": {'),
+}
+CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 INSTRUCTIONS = (
     "You may call functions. These are their signatures, one JSON object a line:\n{tools}\n"
     'To call one, answer with <tool_call>{{"name": NAME, "arguments": OBJECT}}</tool_call> alone.'
@@ -87,34 +93,59 @@ def describe_tools(
     return [head, *rest]
 
 
-def forced_start(body: ChatRequest, style: str) -> str:
-    """What the reply has to begin with, for a `tool_choice` that demands a call."""
-    if body.tool_choice == "required":
-        return OPEN + "\n" if style == "hermes" else '{"name": "'
-    if isinstance(body.tool_choice, ToolChoice):
-        name = body.tool_choice.function.name
-        if name not in {tool.function.name for tool in body.tools or ()}:
-            raise InvalidRequest(f"tool_choice names {name!r}, which tools does not list",
-                                 param="tool_choice")  # fmt: skip
-        quoted = json.dumps(name)
-        if style == "hermes":
-            return f'{OPEN}\n{{"name": {quoted}, "arguments":'
-        return f'{{"name": {quoted}, "parameters":'
-    return ""
+def forced_start(choice: str | ToolChoice | None, tools: list[Tool], style: str) -> str:
+    """What the reply begins with where `tool_choice` demands a call; the model goes on from there.
+
+    Up to the arguments where the function is known, else up to its name.
+    """
+    names = {tool.function.name for tool in tools}
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        if name not in names:
+            raise _wrong_choice(f"names {name!r}, which tools does not list")
+        names = {name}
+    elif choice != "required":
+        return ""
+    if not names:
+        raise _wrong_choice("is 'required' and there are no tools")
+    if style not in FORCED:
+        raise _wrong_choice(
+            "can't be kept: how this model's chat template begins a call is not known, so none can "
+            "be forced. Use 'auto' or 'none'."
+        )
+    start, arguments = FORCED[style]
+    if len(names) > 1:
+        return start
+    quoted = json.dumps(names.pop(), ensure_ascii=False)
+    return f"{start}{quoted[1:]}, {arguments}"
+
+
+def _wrong_choice(words: str) -> InvalidRequest:
+    return InvalidRequest(f"tool_choice {words}", param="tool_choice")
 
 
 class ToolCallParser:
     """Splits a reply, as it arrives, into text to show and whole tool calls.
 
-    Text that may be a call is held back. What turns out not to be one is shown as it is.
+    Text that may be a call is held back. What turns out not to be one is shown as it is. A reply
+    that was made to begin with `start` is a call even if the model does not close it: `is_cut`
+    says that its arguments are not whole.
     """
 
     def __init__(self, names: frozenset[str], start: str = "") -> None:
-        self.calls: list[ToolCall] = []
+        self.num_calls = 0
+        self.is_cut = False
         self._names = names
+        self._is_forced = bool(start)
         self._held = start
+        self._calls: list[ToolCall] = []
         self._shown = False
         self._after_call = False
+
+    def take(self) -> list[ToolCall]:
+        """The calls that are whole since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
 
     def push(self, text: str) -> str:
         """More of the reply; returns the text that may be shown now."""
@@ -153,26 +184,39 @@ class ToolCallParser:
 
     def _read(self, text: str) -> bool:
         """Take `text` in as one or more calls, if it is that."""
+        functions = self._whole_calls(text)
+        if not functions and self._is_forced and not self.num_calls:
+            functions = self._unclosed_call(text)
+        for function in functions:
+            id = f"call_{secrets.token_hex(12)}"
+            call = ToolCall(function=function, id=id, type="function", index=self.num_calls)
+            self._calls.append(call)
+            self.num_calls += 1
+        return bool(functions)
+
+    def _whole_calls(self, text: str) -> list[Function]:
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
-            return False
-        calls = found if isinstance(found, list) else [found]
+            return []
         functions = []
-        for call in calls:
+        for call in found if isinstance(found, list) else [found]:
             if not isinstance(call, dict) or call.get("name") not in self._names:
-                return False
+                return []
             arguments = call.get("arguments", call.get("parameters", {}))
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             functions.append(Function(call["name"], arguments))
-        for function in functions:
-            self.calls.append(
-                ToolCall(
-                    function=function,
-                    id=f"call_{secrets.token_hex(12)}",
-                    type="function",
-                    index=len(self.calls),
-                )
-            )
-        return bool(functions)
+        return functions
+
+    def _unclosed_call(self, text: str) -> list[Function]:
+        """A call to a known function up to the end of its arguments, or of the reply."""
+        head = CALL_HEAD.match(text)
+        if head is None or head[1] not in self._names:
+            return []
+        arguments = text[head.end() :]
+        try:
+            arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
+        except (ValueError, RecursionError):
+            self.is_cut = True
+        return [Function(head[1], arguments)]

@@ -91,7 +91,7 @@ async def serving(
     backend: Backend | None, *sets: str, keys: KeyRing | None = None
 ) -> AsyncIterator[tuple[str, Edge]]:
     """The address of a service around `backend`, and its edge."""
-    edge = Edge(load(sets=sets).config, keys or KeyRing([]), Metrics(), backend)
+    edge = Edge(load(sets=sets).config, keys or KeyRing({}), Metrics(), backend)
     if backend is not None:
         edge.metrics.watch(backend.engine.stats)
     runner = make_runner(create_app(edge))

@@ -67,7 +67,7 @@ def test_a_systemd_credential_is_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_public_address_needs_keys_or_a_word(keys: KeyRing) -> None:
-    none = KeyRing([])
+    none = KeyRing({})
     for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
         refuse_open_door(load(sets=[f"server.host={host}"]).config, none)
     for host in ("0.0.0.0", "::", "10.0.0.1", ""):

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgpack
 import msgspec
+import numpy as np
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -199,22 +200,98 @@ async def test_tool_calls_come_whole_in_streams_and_answers(scripted: RunningBac
         ]
         scripted.say(call)
         unasked = (await client.chat.completions.create(**ask, tool_choice="none")).choices[0]
-        scripted.say('{"city": "Rome"}}</tool_call>')
-        named = (
-            await client.chat.completions.create(
-                **ask, tool_choice={"type": "function", "function": {"name": "weather"}}
-            )
-        ).choices[0]
-    assert whole.finish_reason == named.finish_reason == deltas[-1].finish_reason == "tool_calls"
+    assert whole.finish_reason == deltas[-1].finish_reason == "tool_calls"
     assert whole.message.content == "Let me see."
     assert whole.message.tool_calls[0].function.name == "weather"
     assert json.loads(whole.message.tool_calls[0].function.arguments) == {"city": "Rome"}
-    assert named.message.content is None
-    assert json.loads(named.message.tool_calls[0].function.arguments) == {"city": "Rome"}
     calls = [c for d in deltas for c in d.delta.tool_calls or ()]
     assert [(c.index, c.function.name) for c in calls] == [(0, "weather")]
     assert "".join(d.delta.content or "" for d in deltas) == "Let me see."
     assert (unasked.message.content, unasked.message.tool_calls) == (call, None)
+
+
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_demanded_tool_is_called_whatever_the_model_says(
+    tiny: RunningBackend, choice: Any
+) -> None:
+    """The tiny model babbles; its reply is a call of the one tool all the same, cut off."""
+    ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Weather?"}], "seed": 3,
+                "tools": [WEATHER], "tool_choice": choice, "max_tokens": 8}  # fmt: skip
+    async with serving(tiny.backend) as (url, _), sdk(url) as client:
+        whole = (await client.chat.completions.create(**ask)).choices[0]
+        chunks = [c async for c in await client.chat.completions.create(**ask, stream=True)]
+    [call] = whole.message.tool_calls
+    assert (call.function.name, whole.message.content) == ("weather", None)
+    assert call.function.arguments.startswith("{")
+    assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "length"
+    [streamed] = [call for c in chunks for call in c.choices[0].delta.tool_calls or ()]
+    assert streamed.function.arguments == call.function.arguments
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == ""
+
+
+async def test_a_demanded_tool_gets_the_arguments_the_model_gives(
+    scripted: RunningBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"type": "function", "function": {"name": "clock"}}
+    ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Weather?"}],
+                "tools": [clock, WEATHER]}  # fmt: skip
+    async with serving(scripted.backend) as (url, _), sdk(url) as client:
+        for choice, reply in (
+            (NAMED, '"city": "Rome"}}</tool_call>'),
+            ("required", 'weather", "arguments": {"city": "Rome"}} Well, that was it.'),
+        ):
+            scripted.say(reply)
+            answer = await client.chat.completions.create(**ask, tool_choice=choice)
+            [call] = answer.choices[0].message.tool_calls
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments) == {"city": "Rome"}
+            assert answer.choices[0].finish_reason == "tool_calls"
+        unlisted = {"type": "function", "function": {"name": "unlisted"}}
+        with pytest.raises(openai.BadRequestError, match="unlisted"):
+            await client.chat.completions.create(**ask, tool_choice=unlisted)
+        with pytest.raises(openai.BadRequestError, match="no tools"):
+            await client.chat.completions.create(**{**ask, "tools": []}, tool_choice="required")
+        monkeypatch.setattr(scripted.backend.tokenizer, "_template", "{{ tools }} [TOOL_CALLS]")
+        with pytest.raises(openai.BadRequestError, match="how this model's chat template begins"):
+            await client.chat.completions.create(**ask, tool_choice="required")
+
+
+REWRITING = (  # as Qwen3's: what was thought in earlier turns is left out of the history
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{{ message.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+async def test_a_template_that_rewrites_history_costs_no_more_than_what_it_changes(
+    tiny: RunningBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next turn finds all of this turn's prompt, is told where it differs, and is right."""
+    monkeypatch.setattr(tiny.backend.tokenizer._hf, "chat_template", REWRITING)
+    thought, said = "<think>\nItaly has a capital.\n</think>\n\n", "The capital is Rome."
+    turn: Any = [{"role": "system", "content": "You are a helpful assistant. " * 10},
+                 {"role": "user", "content": "What is the capital of Italy?"}]  # fmt: skip
+    then: Any = [*turn, {"role": "assistant", "content": thought + said},
+                 {"role": "user", "content": "And of France?"}]  # fmt: skip
+    async with serving(tiny.backend) as (url, _), AsyncClient(url) as client:
+        prompt = await client.post("/v1/tokenize", {"messages": turn}, dict)
+        reply = await client.tokenize(thought + said, add_special_tokens=False)
+        ids = np.frombuffer(prompt["tokens"] + reply.tobytes(), np.int32)
+        await client.complete(ids, max_tokens=1, cache_salt="rewritten")
+        told = await client.explain(messages=then, cache_salt="rewritten")
+        options: Any = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        warm = await client.chat(then, cache_salt="rewritten", **options)
+        cold = await client.chat(then, cache_salt="from nothing", **options)
+    assert told.divergence is not None
+    assert told.divergence.prompt_text.startswith("The capital is Rome.")
+    assert told.divergence.cached_text.startswith("<think>")
+    assert warm.usage.prompt_tokens_details.cached_tokens == prompt["count"]
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert warm.choices[0].message.content == cold.choices[0].message.content
 
 
 async def test_the_order_of_tools_does_not_split_the_tree(tiny: RunningBackend) -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixsvc.protocol import FunctionTool, Tool
 from radixsvc.request import TokenLogprob
 from radixsvc.text import Piece, TextAssembler
-from radixsvc.toolcalls import ToolCallParser
+from radixsvc.toolcalls import ToolCallParser, forced_start
 
 
 class Bytes:
@@ -68,7 +69,7 @@ def parse(text: str, chunk: int, names: Sequence[str] = ("f", "g")) -> tuple[str
     parser = ToolCallParser(frozenset(names))
     shown = [parser.push(text[at : at + chunk]) for at in range(0, len(text), chunk)]
     shown.append(parser.flush())
-    calls = [f"{call.function.name}{call.function.arguments}" for call in parser.calls]
+    calls = [f"{call.function.name}{call.function.arguments}" for call in parser.take()]
     return "".join(shown), calls
 
 
@@ -92,3 +93,29 @@ def test_tool_calls_are_read_from_a_reply(
     reply: str, text: str, calls: list[str], chunk: int
 ) -> None:
     assert parse(reply, chunk) == (text, calls)
+
+
+@pytest.mark.parametrize("chunk", [1, 1000])
+@pytest.mark.parametrize(
+    ("style", "reply", "arguments", "is_cut"),
+    [
+        ("hermes", '"a": 1}}</tool_call>', '{"a": 1}', False),
+        ("hermes", '"a": 1}</tool_call> and more', '{"a": 1}', False),
+        ("hermes", '"a": [1, 2', '{"a": [1, 2', True),
+        ("hermes", "}", "{}", False),
+        ("llama", '"a": "}"}}', '{"a": "}"}', False),
+        ("llama", '"a": 1} is what I say', '{"a": 1}', False),
+        ("llama", "nonsense", "{nonsense", True),
+    ],
+)
+def test_a_forced_call_is_one_even_if_the_model_does_not_close_it(
+    style: str, reply: str, arguments: str, is_cut: bool, chunk: int
+) -> None:
+    tools = [Tool(function=FunctionTool(name="f"))]
+    parser = ToolCallParser(frozenset("f"), forced_start("required", tools, style))
+    shown = [parser.push(reply[at : at + chunk]) for at in range(0, len(reply), chunk)]
+    text = "".join(shown) + parser.flush()
+    calls = [(call.function.name, call.function.arguments) for call in parser.take()]
+    assert calls == [("f", arguments)]
+    assert parser.is_cut is is_cut
+    assert text.strip() in ("", "and more")

@@ -44,6 +44,7 @@ from radixsvc.tokenizer import Tokenizer
 PROMPT_TOKENS = 64
 BIN_TOKENS = 32_768
 ANSWER_TOKEN = 42
+ANSWER = Finished(FinishReason.LENGTH, Usage(PROMPT_TOKENS, 1, Sources(0, 0, 0, PROMPT_TOKENS)))
 REQUEST = (
     "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\n"
     "Accept: {kind}\r\nContent-Length: {size}\r\n\r\n"
@@ -201,10 +202,8 @@ class InstantEngine:
     max_request_tokens = 8192
 
     def submit(self, request: Request) -> None:
-        prompt = len(request.tokens)
         request.stream.put(ANSWER_TOKEN, None)
-        usage = Usage(prompt, 1, Sources(0, 0, 0, prompt))
-        request.stream.close(Finished(FinishReason.LENGTH, usage))
+        request.stream.close(ANSWER)
 
     def cancel(self, request_id: str) -> None:
         """Nothing runs on."""
@@ -220,7 +219,7 @@ def serve(pipe: Connection, model: str | None, core: int) -> None:
     backend = Backend(info.name, engine, Tokenizer(folder), info, int(time.time()))
 
     async def main() -> None:
-        edge = Edge(Config(), KeyRing([]), Metrics(), backend)
+        edge = Edge(Config(), KeyRing({}), Metrics(), backend)
         pipe.send(await listen(make_runner(create_app(edge))))
         while True:
             content_type, body = await asyncio.to_thread(pipe.recv)

@@ -165,7 +165,7 @@ class _Choice:
                 delta = self._delta(self._text.push(event.tokens, event.logprobs))
                 if self._text.stopped:
                     self._backend.engine.cancel(self.request.id)
-                if delta.text or delta.tokens or delta.tool_calls:
+                if delta.text or delta.tokens:
                     deltas.append(delta)
 
     def _delta(self, piece: Piece) -> Delta:
@@ -175,9 +175,8 @@ class _Choice:
             tokens=struct.pack(f"<{len(piece.tokens)}i", *piece.tokens),
             logprobs=[_logprob(logprob, self._backend.tokenizer) for logprob in piece.logprobs],
         )
-        if self._tools is not None and piece.text:
+        if self._tools is not None:
             delta.text = self._tools.push(piece.text)
-            delta.tool_calls = self._tools.take()
         return delta
 
     def _last(self, reason: FinishReason) -> Delta:
@@ -185,8 +184,8 @@ class _Choice:
         delta.finish_reason = "stop" if self._text.stopped else reason.value
         if self._tools is not None:
             delta.text += self._tools.flush()
-            delta.tool_calls += self._tools.take()
-            if self._tools.num_calls and not self._tools.is_cut:
+            delta.tool_calls = self._tools.calls
+            if self._tools.calls and not self._tools.is_cut:
                 delta.finish_reason = "tool_calls"
         return delta
 

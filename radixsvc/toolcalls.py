@@ -26,6 +26,8 @@ FORCED = {  # by the template's style: what comes before a function's name, and 
     "hermes": (OPEN + '\n{"name": "', '"arguments": {'),
     "llama": ('{"name": "', '"parameters": {'),
 }
+TAGGED = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|\\Z)", re.DOTALL)
+BARE = re.compile(r"\A(\s*\{.*)\Z", re.DOTALL)
 CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 INSTRUCTIONS = (
     "You may call functions. These are their signatures, one JSON object a line:\n{tools}\n"
@@ -56,22 +58,18 @@ def _template_message(message: Message, param: str) -> dict[str, Any]:
         content = "".join(part.text or "" for part in content)
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.name:
-        plain["name"] = message.name
-    if message.tool_call_id:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        plain["tool_calls"] = [_template_call(call, param) for call in message.tool_calls]
-    return plain
-
-
-def _template_call(call: ToolCall, param: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = call.function.arguments
-    function = {"name": call.function.name, "arguments": canonical(arguments, param, False)}
-    return {"id": call.id, "type": "function", "function": function}
+    for name in ("name", "tool_call_id"):
+        if value := getattr(message, name):
+            plain[name] = value
+    calls = []
+    for call in message.tool_calls or ():
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = call.function.arguments
+        function = {"name": call.function.name, "arguments": canonical(arguments, param, False)}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return {**plain, "tool_calls": calls} if calls else plain
 
 
 def describe_tools(
@@ -125,74 +123,49 @@ def _wrong_choice(words: str) -> InvalidRequest:
 
 
 class ToolCallParser:
-    """Splits a reply, as it arrives, into text to show and whole tool calls.
+    """Splits a reply, as it arrives, into text to show and tool calls.
 
-    Text that may be a call is held back. What turns out not to be one is shown as it is. A reply
-    that was made to begin with `start` is a call even if the model does not close it: `is_cut`
-    says that its arguments are not whole.
+    From where a call may begin on, text is held back to the end; what is no call then is shown
+    as it is. A reply that was made to begin with `start` is a call even if the model does not
+    close it: `is_cut` says that its arguments are not whole.
     """
 
     def __init__(self, names: frozenset[str], start: str = "") -> None:
-        self.num_calls = 0
+        self.calls: list[ToolCall] = []
         self.is_cut = False
         self._names = names
         self._is_forced = bool(start)
         self._held = start
-        self._calls: list[ToolCall] = []
-        self._shown = False
-        self._after_call = False
-
-    def take(self) -> list[ToolCall]:
-        """The calls that are whole since the last time."""
-        calls, self._calls = self._calls, []
-        return calls
+        self._has_shown = False
 
     def push(self, text: str) -> str:
         """More of the reply; returns the text that may be shown now."""
         self._held += text
-        if not self._shown and self._held.lstrip().startswith("{"):
-            return ""  # a reply that is all JSON: decided at its end
-        shown = ""
-        while (start := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, start)
-            if end < 0:
-                return shown + self._show(start)
-            shown += self._show(start)
-            inner, whole = self._held[len(OPEN) : end - start], end - start + len(CLOSE)
-            if self._read(inner):
-                self._held = self._held[whole:]
-                self._after_call = True
-            else:
-                shown += self._show(whole)
-        keep = next(n for n in range(len(OPEN) - 1, -1, -1) if self._held.endswith(OPEN[:n]))
-        return shown + self._show(len(self._held) - keep)
-
-    def flush(self) -> str:
-        """The end of the reply: text that was held back and is no call after all."""
-        inner = self._held.strip().removeprefix(OPEN)
-        rest = "" if self._read(inner) else self._held
-        self._held = ""
-        return rest
-
-    def _show(self, num_chars: int) -> str:
-        shown, self._held = self._held[:num_chars], self._held[num_chars:]
-        self._shown = self._shown or bool(shown.strip())
-        if self._after_call:  # what stands between calls is layout
-            shown = shown.lstrip()
-            self._after_call = not shown
+        if not self._has_shown and self._held.lstrip().startswith("{"):
+            return ""  # a reply that is all JSON
+        end = self._held.find(OPEN)
+        if end < 0:
+            end = len(self._held) - next(
+                n for n in range(len(OPEN) - 1, -1, -1) if self._held.endswith(OPEN[:n])
+            )
+        shown, self._held = self._held[:end], self._held[end:]
+        self._has_shown = self._has_shown or bool(shown.strip())
         return shown
 
-    def _read(self, text: str) -> bool:
-        """Take `text` in as one or more calls, if it is that."""
-        functions = self._whole_calls(text)
-        if not functions and self._is_forced and not self.num_calls:
-            functions = self._unclosed_call(text)
+    def flush(self) -> str:
+        """The end of the reply: fills `calls`, and returns what of the rest is none."""
+        text = TAGGED.sub(self._without_calls, BARE.sub(self._without_calls, self._held))
+        return text.strip() if self.calls else text
+
+    def _without_calls(self, found: re.Match[str]) -> str:
+        functions = self._whole_calls(found[1])
+        if not functions and self._is_forced and not self.calls:
+            functions = self._unclosed_call(found[1])
         for function in functions:
             id = f"call_{secrets.token_hex(12)}"
-            call = ToolCall(function=function, id=id, type="function", index=self.num_calls)
-            self._calls.append(call)
-            self.num_calls += 1
-        return bool(functions)
+            index = len(self.calls)
+            self.calls.append(ToolCall(function=function, id=id, type="function", index=index))
+        return "" if functions else found[0]
 
     def _whole_calls(self, text: str) -> list[Function]:
         try:

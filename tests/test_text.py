@@ -69,7 +69,7 @@ def parse(text: str, chunk: int, names: Sequence[str] = ("f", "g")) -> tuple[str
     parser = ToolCallParser(frozenset(names))
     shown = [parser.push(text[at : at + chunk]) for at in range(0, len(text), chunk)]
     shown.append(parser.flush())
-    calls = [f"{call.function.name}{call.function.arguments}" for call in parser.take()]
+    calls = [f"{call.function.name}{call.function.arguments}" for call in parser.calls]
     return "".join(shown), calls
 
 
@@ -115,7 +115,7 @@ def test_a_forced_call_is_one_even_if_the_model_does_not_close_it(
     parser = ToolCallParser(frozenset("f"), forced_start("required", tools, style))
     shown = [parser.push(reply[at : at + chunk]) for at in range(0, len(reply), chunk)]
     text = "".join(shown) + parser.flush()
-    calls = [(call.function.name, call.function.arguments) for call in parser.take()]
+    calls = [(call.function.name, call.function.arguments) for call in parser.calls]
     assert calls == [("f", arguments)]
     assert parser.is_cut is is_cut
     assert text.strip() in ("", "and more")

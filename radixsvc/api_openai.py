@@ -38,7 +38,7 @@ MESSAGE_CHARS = 64  # what a message costs a template beside its text, about
 MAX_CHARS_A_TOKEN = 32  # of a text that is worth tokenising at all; English has 4 or 5
 MAX_STOP_CHARS = 1024
 AS_GIVEN = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty")  # fmt: skip
+            "repetition_penalty", "ignore_eos")  # fmt: skip
 _threads = ThreadPoolExecutor(2, "tokenize")  # few, since a long text takes much memory
 
 
@@ -89,32 +89,42 @@ async def chat_tokens(
     return np.concatenate([ids, tokenizer.encode(start, False)]) if start else ids
 
 
-def sampling_params(
-    body: Sampling, vocab_size: int, max_tokens: int, top_logprobs: int | None
-) -> SamplingParams:
-    bias = []
-    for key, value in (body.logit_bias or {}).items():
-        if not key.isdecimal() or int(key) >= vocab_size:
-            raise InvalidRequest("logit_bias: keys are token ids", param="logit_bias")
-        bias.append((int(key), value))
+def make_plan(
+    call: Call,
+    body: Sampling,
+    id: str,
+    prompts: list[Tokens],
+    max_tokens: int,
+    top_logprobs: int | None,
+) -> Plan:
+    """What a body asks for, with its defaults filled in. InvalidRequest."""
+    bias = [(int(key), value) for key, value in (body.logit_bias or {}).items() if key.isdecimal()]
+    vocab_size = call.backend.info.vocab_size
+    if len(bias) < len(body.logit_bias or ()) or any(token >= vocab_size for token, _ in bias):
+        raise InvalidRequest("logit_bias: keys are token ids", param="logit_bias")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or ()
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise InvalidRequest(f"stop: strings of 1 to {MAX_STOP_CHARS} characters", param="stop")
     given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=max_tokens,
         top_k=max(0, body.top_k or 0),
         logit_bias=tuple(bias),
         seed=None if body.seed is None else body.seed % 2**63,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
-        ignore_eos=body.ignore_eos,
         top_logprobs=top_logprobs,
         **given,
     )
-
-
-def stop_strings(body: Sampling) -> tuple[str, ...]:
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or ()
-    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise InvalidRequest(f"stop: strings of 1 to {MAX_STOP_CHARS} characters", param="stop")
-    return tuple(stops)
+    return Plan(
+        id=f"{id}-{call.id}",
+        account=call.caller.name,
+        namespace=call.caller.namespace(body.cache_salt),
+        prompts=prompts,
+        params=params,
+        n=body.n or 1,
+        stops=tuple(stops),
+        seconds=call.edge.config.server.request_seconds,
+    )
 
 
 async def completions(call: Call) -> Any:
@@ -133,7 +143,7 @@ async def completions(call: Call) -> Any:
     given = body.prompt
     if not isinstance(given, list) or (given and isinstance(given[0], int)):
         given = [given]
-    check_count(call, len(given), body)
+    check_count(call, body, len(given))
     prompts = [await prompt_tokens(backend, prompt) for prompt in given]
     openings = [""] * len(prompts)
     if body.echo:
@@ -141,8 +151,7 @@ async def completions(call: Call) -> Any:
             prompt if isinstance(prompt, str) else backend.tokenizer.decode(ids)
             for prompt, ids in zip(given, prompts, strict=True)
         ]
-    params = sampling_params(body, backend.info.vocab_size, body.max_tokens or 16, body.logprobs)
-    plan = plan_for(call, "cmpl", body, prompts, params)
+    plan = make_plan(call, body, "cmpl", prompts, body.max_tokens or 16, body.logprobs)
     return await respond(call, body, plan, openings)
 
 
@@ -158,7 +167,7 @@ async def chat_completions(call: Call) -> Any:
         )
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    check_count(call, 1, body)
+    check_count(call, body, 1)
     tools = body.tools or []
     start = forced_start(body.tool_choice, tools, backend.tokenizer.tool_style)
     canonical = call.edge.config.model.canonical_tools
@@ -167,35 +176,19 @@ async def chat_completions(call: Call) -> Any:
     if max_tokens is None:
         max_tokens = max(1, backend.engine.max_request_tokens - len(prompt))
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, backend.info.vocab_size, max_tokens, top_logprobs)
-    plan = plan_for(call, "chatcmpl", body, [prompt], params)
+    plan = make_plan(call, body, "chatcmpl", [prompt], max_tokens, top_logprobs)
     if body.tool_choice != "none":
         plan.tool_names = frozenset(tool.function.name for tool in tools)
         plan.reply_start = start
     return await respond(call, body, plan, [""])
 
 
-def check_count(call: Call, num_prompts: int, body: Sampling) -> None:
+def check_count(call: Call, body: Sampling, num_prompts: int) -> None:
     limit = call.edge.config.server.max_prompts
     if num_prompts == 0:
         raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
     if num_prompts * (body.n or 1) > limit:
         raise InvalidRequest(f"at most {limit} sequences a request", param="n")
-
-
-def plan_for(
-    call: Call, kind: str, body: Sampling, prompts: list[Tokens], params: SamplingParams
-) -> Plan:
-    return Plan(
-        id=f"{kind}-{call.id}",
-        account=call.caller.name,
-        namespace=call.caller.namespace(body.cache_salt),
-        prompts=prompts,
-        params=params,
-        n=body.n or 1,
-        stops=stop_strings(body),
-        seconds=call.edge.config.server.request_seconds,
-    )
 
 
 async def respond(call: Call, body: Sampling, plan: Plan, openings: list[str]) -> Any:

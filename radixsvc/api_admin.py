@@ -47,7 +47,8 @@ async def metrics(call: Call) -> web.Response:
     call.require_admin()
     cache = await on_engine(call.backend, lambda cache: cache.stats())
     return web.Response(
-        body=call.edge.metrics.render(cache), headers={"Content-Type": CONTENT_TYPE}
+        body=call.edge.metrics.render(call.backend.engine.stats(), cache),
+        headers={"Content-Type": CONTENT_TYPE},
     )
 
 

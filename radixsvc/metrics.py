@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,7 +20,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._engine: _EngineCollector | None = None
         self._counters: dict[tuple[str, int], Counter] = {}  # looking labels up is not free
         self.requests = Counter(
             "radixsvc_requests", "HTTP requests", ["route", "status"], registry=self.registry
@@ -45,25 +44,20 @@ class Metrics:
             counter = self._counters[route, status] = self.requests.labels(route, str(status))
         counter.inc()
 
-    def watch(self, stats: Callable[[], EngineStats]) -> None:
-        """Add the engine's figures to every scrape from now on."""
-        self._engine = _EngineCollector(stats)
-        self.registry.register(self._engine)
-
-    def render(self, cache: CacheStats) -> bytes:
+    def render(self, engine: EngineStats, cache: CacheStats) -> bytes:
         """The text of a scrape; `cache` comes from the engine's thread."""
-        if self._engine is not None:
-            self._engine.cache = cache
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(_Snapshot(engine, cache))
 
 
-class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
-        self.cache: CacheStats | None = None
+class _Snapshot(Collector):
+    """The engine's and the cache's own figures."""
+
+    def __init__(self, engine: EngineStats, cache: CacheStats) -> None:
+        self.engine = engine
+        self.cache = cache
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        stats, cache = self.engine, self.cache
         sources = {n: getattr(stats.sources, n) for n in ("device", "host", "disk", "computed")}
         yield _labelled("prompt_tokens", "Prompt tokens by source", "source", sources)
         yield _labelled("finished_requests", "Requests by outcome", "reason", stats.finished)
@@ -73,16 +67,15 @@ class _EngineCollector(Collector):
             "recomputed_tokens": stats.recomputed_tokens,
             "preemptions": stats.preemptions,
         }
-        if self.cache is not None:
-            for name in ("evicted_pages", "lost_pages", "duplicate_pages", "ghost_tokens"):
-                counts[name] = getattr(self.cache, name)
-            pages = GaugeMetricFamily(
-                "radixsvc_pages", "Pages by tier and state", labels=["tier", "state"]
-            )
-            for tier, states in self.cache.pages.items():
-                for state, count in states.items():
-                    pages.add_metric([tier, state], count)
-            yield pages
+        for name in ("evicted_pages", "lost_pages", "duplicate_pages", "ghost_tokens"):
+            counts[name] = getattr(cache, name)
+        pages = GaugeMetricFamily(
+            "radixsvc_pages", "Pages by tier and state", labels=["tier", "state"]
+        )
+        for tier, states in cache.pages.items():
+            for state, count in states.items():
+                pages.add_metric([tier, state], count)
+        yield pages
         for name, count in counts.items():
             yield CounterMetricFamily(f"radixsvc_{name}", name.replace("_", " "), value=count)
         yield GaugeMetricFamily("radixsvc_waiting_requests", "In the queue", value=stats.waiting)

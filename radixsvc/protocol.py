@@ -16,7 +16,6 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Text = Annotated[str, Meta(max_length=4 << 20)]
 Salt = Annotated[str, Meta(max_length=256)]
 
 

@@ -105,7 +105,6 @@ async def _bring_up(edge: Edge, build: Build) -> None:
         engine = backend.engine
         loop = asyncio.get_running_loop()
         engine.on_failure = lambda error: loop.call_soon_threadsafe(edge.fail, error)
-        edge.metrics.watch(engine.stats)
         engine.start()
         edge.backend = backend
         while not engine.ready:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 
 from msgspec import UNSET
 
@@ -34,40 +35,40 @@ class Shape:
         self._has_logprobs = has_logprobs
         self._created = int(time.time())
         self._offsets = [len(text) for text in openings]
-        self._opened: set[int] = set()
 
     def beginning(self, num_prompt_tokens: int, is_sse: bool) -> Sequence[Completion | StreamEvent]:
         """What a stream has before anything is generated: a header, roles, echoed prompts."""
         deltas = [Delta(index=i, text=text) for i, text in enumerate(self.openings)]
-        if is_sse:
-            return [self._chunk(delta) for delta in deltas if self.is_chat or delta.text]
-        header = Header(
-            id=self.id, created=self._created, model=self.model, object=self.object,
-            prompt_tokens=num_prompt_tokens,
-        )  # fmt: skip
-        return [header, *(delta for delta in deltas if delta.text)]
+        if not is_sse:
+            header = Header(
+                id=self.id, created=self._created, model=self.model, object=self.object,
+                prompt_tokens=num_prompt_tokens,
+            )  # fmt: skip
+            return [header, *(delta for delta in deltas if delta.text)]
+        if not self.is_chat:
+            return self.chunks(deltas)
+        first = Reply(role="assistant", content="")
+        return [self._chunk(Choice(index=delta.index, delta=first)) for delta in deltas]
 
     def chunks(self, deltas: list[Delta]) -> list[Completion]:
         """Deltas as OpenAI's chunks; tokens that have no text yet make none."""
-        return [
-            self._chunk(delta)
-            for delta in deltas
-            if delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason
-        ]
+        chunks = []
+        for delta in deltas:
+            if delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason:
+                choice = self._choice(delta)
+                if self.is_chat:
+                    calls = delta.tool_calls or UNSET
+                    choice.delta = Reply(content=delta.text or UNSET, tool_calls=calls)
+                chunks.append(self._chunk(choice))
+        return chunks
 
-    def _chunk(self, delta: Delta) -> Completion:
-        """A choice's first chunk has the role, and a content even if it is empty."""
-        choice = self._choice(delta)
-        if self.is_chat:
-            choice.delta = Reply(content=delta.text or UNSET, tool_calls=delta.tool_calls or UNSET)
-            if delta.index not in self._opened:
-                self._opened.add(delta.index)
-                choice.delta.role, choice.delta.content = "assistant", delta.text
-        return self._completion([choice], None, ".chunk" if self.is_chat else "")
+    def _chunk(self, *choices: Choice, usage: UsageInfo | None = None) -> Completion:
+        suffix = ".chunk" if self.is_chat else ""
+        return self._completion([*choices], usage, self.object + suffix)
 
     def closing(self, usage: UsageInfo) -> Completion:
         """The chunk that carries the usage, behind all others."""
-        return self._completion([], usage, ".chunk" if self.is_chat else "")
+        return self._chunk(usage=usage)
 
     def whole(self, totals: list[Delta], usage: UsageInfo) -> Completion:
         """The answer, from each choice's deltas added up."""
@@ -83,13 +84,13 @@ class Shape:
                     tool_calls=total.tool_calls or UNSET,
                 )
             choices.append(choice)
-        return self._completion(choices, usage, "")
+        return self._completion(choices, usage, self.object)
 
     def _completion(
-        self, choices: list[Choice], usage: UsageInfo | None, suffix: str
+        self, choices: list[Choice], usage: UsageInfo | None, object: str
     ) -> Completion:
         return Completion(
-            id=self.id, object=self.object + suffix, created=self._created, model=self.model,
+            id=self.id, object=object, created=self._created, model=self.model,
             choices=choices, usage=usage,
         )  # fmt: skip
 
@@ -101,12 +102,13 @@ class Shape:
             return choice
         choice.text = delta.text
         if self._has_logprobs:
-            choice.logprobs = TextLogprobs([], [], [], [])
-            for item in delta.logprobs:
-                choice.logprobs.tokens.append(item.token)
-                choice.logprobs.token_logprobs.append(item.logprob)
-                top = {one.token: one.logprob for one in item.top_logprobs}
-                choice.logprobs.top_logprobs.append(top)
-                choice.logprobs.text_offset.append(self._offsets[delta.index])
-                self._offsets[delta.index] += len(item.token)
+            items, offset = delta.logprobs, self._offsets[delta.index]
+            *offsets, end = accumulate((len(item.token) for item in items), initial=offset)
+            self._offsets[delta.index] = end
+            choice.logprobs = TextLogprobs(
+                tokens=[item.token for item in items],
+                token_logprobs=[item.logprob for item in items],
+                top_logprobs=[{o.token: o.logprob for o in item.top_logprobs} for item in items],
+                text_offset=offsets,
+            )
         return choice

@@ -92,8 +92,6 @@ async def serving(
 ) -> AsyncIterator[tuple[str, Edge]]:
     """The address of a service around `backend`, and its edge."""
     edge = Edge(load(sets=sets).config, keys or KeyRing({}), Metrics(), backend)
-    if backend is not None:
-        edge.metrics.watch(backend.engine.stats)
     runner = make_runner(create_app(edge))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -68,11 +68,7 @@ async def prompt_tokens(backend: Backend, prompt: Any, special: bool = True) -> 
 
 
 async def chat_tokens(
-    backend: Backend,
-    messages: list[Message],
-    tools: list[Tool],
-    canonical: bool,
-    start: str = "",
+    backend: Backend, messages: list[Message], tools: list[Tool], canonical: bool, start: str = ""
 ) -> Tokens:
     """Messages and tools through the model's chat template, and the `start` of the reply."""
     tokenizer = backend.tokenizer

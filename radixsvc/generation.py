@@ -16,22 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from radixsvc.protocol import (
-    ChatLogprob,
-    Delta,
-    PromptDetails,
-    TierTokens,
-    TopLogprob,
-    UsageInfo,
-)
-from radixsvc.request import (
-    FinishReason,
-    Request,
-    SamplingParams,
-    TokenLogprob,
-    Tokens,
-    Usage,
-)
+from radixsvc.protocol import ChatLogprob, Delta, PromptDetails, TierTokens, TopLogprob, UsageInfo
+from radixsvc.request import FinishReason, Request, SamplingParams, TokenLogprob, Tokens, Usage
 from radixsvc.stream import Finished, TokenStream
 from radixsvc.text import Piece, TextAssembler
 from radixsvc.tokenizer import IncrementalDetokenizer, Tokenizer

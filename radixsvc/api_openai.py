@@ -231,7 +231,8 @@ async def stream(
 
     try:
         await response.prepare(call.request)
-        await send(shape.beginning(generation.num_prompt_tokens, is_sse))
+        num_tokens = sum(map(len, generation.plan.prompts))
+        await send(shape.beginning(num_tokens, is_sse))
         try:
             while not generation.is_done:
                 deltas = await generation.deltas()

@@ -29,7 +29,6 @@ from radixsvc.protocol import (
     PrefixMatch,
     PromptRequest,
     TierTokens,
-    TokenizeRequest,
     UsageInfo,
 )
 from radixsvc.request import SamplingParams, Tokens
@@ -37,7 +36,6 @@ from radixsvc.startup import Backend
 
 T = TypeVar("T")
 log = logging.getLogger("radixsvc.api")
-PIN_SECONDS = 3600.0
 
 
 async def on_engine(backend: Backend, function: Callable[[PrefixCache], T]) -> T:
@@ -45,12 +43,12 @@ async def on_engine(backend: Backend, function: Callable[[PrefixCache], T]) -> T
     return await asyncio.wrap_future(backend.engine.call(function))
 
 
-async def read_prompt(call: Call, body: PromptRequest, special: bool = True) -> Tokens:
+async def read_prompt(call: Call, body: PromptRequest) -> Tokens:
     """The token ids of a body's `prompt`, or of its `messages`."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if body.messages is None:
-        return await prompt_tokens(call.backend, body.prompt, special)
+        return await prompt_tokens(call.backend, body.prompt, body.add_special_tokens)
     canonical = call.edge.config.model.canonical_tools
     return await chat_tokens(call.backend, body.messages, body.tools or [], canonical)
 
@@ -66,7 +64,7 @@ class Asked(NamedTuple):
 async def read_scope(call: Call) -> Asked:
     body = await call.read(PromptRequest)
     namespace = call.caller.namespace(body.cache_salt)
-    return Asked(namespace, await read_prompt(call, body), body.ttl or PIN_SECONDS)
+    return Asked(namespace, await read_prompt(call, body), body.ttl)
 
 
 async def on_prompt(call: Call, function: Callable[[PrefixCache, Asked], T]) -> T:
@@ -125,8 +123,7 @@ async def evict(call: Call) -> Any:
 
 async def tokenize(call: Call) -> Any:
     """POST /v1/tokenize: token ids, as a bin of little-endian int32 in msgpack."""
-    body = await call.read(TokenizeRequest)
-    tokens = await read_prompt(call, body, body.add_special_tokens)
+    tokens = await read_prompt(call, await call.read(PromptRequest))
     is_packed = call.encoding is Encoding.MSGPACK
     return {
         "count": len(tokens),

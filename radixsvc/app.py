@@ -66,8 +66,9 @@ async def _version(call: Call) -> dict[str, str]:
 
 
 async def _unknown(call: Call) -> web.Response:
-    if any(path == call.request.path for _, path in ROUTES):
-        raise MethodNotAllowed(f"{call.request.method} is not for this path")
+    path = call.request.path
+    if allowed := [method for method, known in ROUTES if known == path]:
+        raise MethodNotAllowed(f"{path} is for {' and '.join(allowed)}")
     raise NotFound("there is no such path")
 
 
@@ -87,6 +88,7 @@ def _endpoint(
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """`handler` for aiohttp: who calls, under which id, and what became of it; what it returns in
     the encoding the client accepts, and every error in OpenAI's shape."""
+    is_private = not edge.keys and not edge.config.server.public_without_keys
 
     async def handle(request: web.Request) -> web.StreamResponse:
         started = time.monotonic()
@@ -100,7 +102,8 @@ def _endpoint(
             encoding = answer_encoding(headers.get("Accept", ""), headers.get("Content-Type", ""))
             caller = ANYONE
             if route not in OPEN_ROUTES:
-                _refuse_rebinding(request, edge)
+                if is_private:
+                    _refuse_rebinding(request.host)
                 caller = edge.keys.identify(headers.get("Authorization"))
             value = await handler(Call(request, edge, id, caller, encoding))
             is_plain = isinstance(value, (dict, msgspec.Struct))
@@ -139,14 +142,9 @@ def _answer(value: Any, encoding: Encoding, status: int = 200) -> web.StreamResp
 
 
 @functools.lru_cache(64)
-def _is_loopback(host: str) -> bool:
-    return LOOPBACK.fullmatch(host) is not None
-
-
-def _refuse_rebinding(request: web.Request, edge: Edge) -> None:
+def _refuse_rebinding(host: str) -> None:
     """Without keys only this machine is served, and not a web page that a name leads here."""
-    is_private = not edge.keys and not edge.config.server.public_without_keys
-    if is_private and not _is_loopback(request.host):
+    if not LOOPBACK.fullmatch(host):
         raise PermissionDenied(
             "without API keys only loopback addresses are served: use http://127.0.0.1, or set "
             "server.keys_file or server.public_without_keys"

@@ -108,10 +108,6 @@ class Generation:
                 return found
             await self._ready.wait()
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.plan.prompts))
-
     def usage(self) -> UsageInfo:
         """Once all have ended. Of each prompt the first choice counts: others share its pages."""
         prompt = completion = device = host = disk = 0

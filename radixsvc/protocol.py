@@ -95,12 +95,8 @@ class Tool(Struct, kw_only=True):
     type: Literal["function"] = "function"
 
 
-class ToolChoiceFunction(Struct):
-    name: str
-
-
 class ToolChoice(Struct):
-    function: ToolChoiceFunction
+    function: Function
 
 
 class ResponseFormat(Struct):
@@ -126,10 +122,7 @@ class PromptRequest(Struct, kw_only=True):
     tools: list[Tool] | None = None
     cache_salt: Salt | None = None
     model: str | None = None
-    ttl: Annotated[float, Meta(gt=0, le=7 * 86400)] | None = None  # seconds; of a pin
-
-
-class TokenizeRequest(PromptRequest, kw_only=True):
+    ttl: Annotated[float, Meta(gt=0, le=7 * 86400)] = 3600.0  # seconds; of a pin
     add_special_tokens: bool = True
 
 

@@ -5,7 +5,7 @@
  * children itself when it takes a node out.
  *
  *     node   tokens, parent, children, account     owned references
- *            device, host, disk                    owned references: page ids, packed
+ *            pages[tier], as device, host, disk    owned references: page ids, packed
  *            prev[tier], next[tier]                not owned: a node that dies unlinks itself
  */
 #define PY_SSIZE_T_CLEAN
@@ -25,7 +25,7 @@ struct node {
     PyObject_HEAD
     union {
         struct {
-            PyObject *tokens, *account, *parent, *children, *device, *host, *disk;
+            PyObject *tokens, *account, *parent, *children, *pages[NUM_TIERS];
         };
         PyObject *objects[NUM_OBJECTS];
     };
@@ -113,6 +113,30 @@ static PyObject *after(PyObject *object, PyObject *argument) {
     return next;
 }
 
+/* node[level]: the packed page ids of that tier. */
+static PyObject *get_pages(PyObject *object, Py_ssize_t level) {
+    if (level < 0 || level >= NUM_TIERS) {
+        PyErr_SetString(PyExc_IndexError, "no such tier");
+        return NULL;
+    }
+    PyObject *pages = ((struct node *)object)->pages[level];
+    Py_INCREF(pages);
+    return pages;
+}
+
+static int set_pages(PyObject *object, Py_ssize_t level, PyObject *pages) {
+    if (level < 0 || level >= NUM_TIERS || !pages || !PyBytes_Check(pages)) {
+        PyErr_SetString(PyExc_TypeError, "a tier's pages are bytes");
+        return -1;
+    }
+    struct node *self = (struct node *)object;
+    PyObject *before = self->pages[level];
+    Py_INCREF(pages);
+    self->pages[level] = pages;
+    Py_DECREF(before);
+    return 0;
+}
+
 static PyMethodDef node_methods[] = {
     {"link_before", (PyCFunction)(void (*)(void))link_before, METH_FASTCALL, NULL},
     {"unlink", node_unlink, METH_O, NULL},
@@ -121,18 +145,20 @@ static PyMethodDef node_methods[] = {
 };
 
 #define OBJECT(name) {#name, T_OBJECT_EX, offsetof(struct node, name), 0, NULL}
+#define PAGES(name, tier) {name, T_OBJECT_EX, offsetof(struct node, pages[tier]), 0, NULL}
 #define INTEGER(name) {#name, T_INT, offsetof(struct node, name), 0, NULL}
 static PyMemberDef node_members[] = {
-    OBJECT(tokens), OBJECT(account), OBJECT(parent),  OBJECT(children), OBJECT(device),
-    OBJECT(host),   OBJECT(disk),    INTEGER(refs),   INTEGER(pins),    INTEGER(uses),
-    INTEGER(priority),
+    OBJECT(tokens), OBJECT(account), OBJECT(parent), OBJECT(children),
+    PAGES("device", 0), PAGES("host", 1), PAGES("disk", 2),
+    INTEGER(refs), INTEGER(pins), INTEGER(uses), INTEGER(priority),
     {"last_use", T_LONGLONG, offsetof(struct node, last_use), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot node_slots[] = {
     {Py_tp_new, node_new},         {Py_tp_dealloc, node_dealloc}, {Py_tp_methods, node_methods},
-    {Py_tp_members, node_members}, {0, NULL},
+    {Py_tp_members, node_members}, {Py_sq_item, get_pages},       {Py_sq_ass_item, set_pages},
+    {0, NULL},
 };
 
 static PyType_Spec node_spec = {"tiers._kernels.Node", sizeof(struct node), 0, Py_TPFLAGS_DEFAULT,

@@ -101,6 +101,10 @@ class DiskSection(Section, frozen=True):
     after_uses: Count = 2
 
 
+class Cache(Section, frozen=True):
+    enabled: bool = True  # off: every request computes its whole prompt
+
+
 class Tiers(Section, frozen=True):
     device: DeviceSection = DeviceSection()
     host: HostSection = HostSection()
@@ -134,6 +138,7 @@ class Config(Section, frozen=True):
     server: Server = Server()
     model: ModelSection = ModelSection()
     scheduler: SchedulerSection = SchedulerSection()
+    cache: Cache = Cache()
     tiers: Tiers = Tiers()
     log: Log = Log()
     prompts: dict[str, Prompt] = {}

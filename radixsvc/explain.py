@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from radixsvc.match import Match, num_known
 from radixsvc.node import PAGES, TOKEN_BYTES, Node
 from radixsvc.protocol import Divergence, Evicted, Explanation, Realigned, TierTokens
 from radixsvc.request import Tokens
-from radixsvc.tree import Match, RadixTree
+from radixsvc.tree import RadixTree
 
 if TYPE_CHECKING:
     from radixsvc.tokenizer import Tokenizer
@@ -46,9 +47,9 @@ def look(tree: RadixTree, namespace: str, tokens: Tokens) -> Look:
     used = found.used
     while node is not None and node.parent is not None:
         start = end - used // TOKEN_BYTES
-        if (ghost := tree.ghosts.get(node)) is not None:
-            tier = PAGES[ghost.level]
-            evicted.append(Evicted(start, end, tier, round(now - ghost.time, 1)))
+        went = tree.ghosts.last(node)
+        if went is not None and not num_known(node, tree.page_bytes):
+            evicted.append(Evicted(start, end, PAGES[went[1]], round(now - went[0], 1)))
         end, node = start, node.parent
         used = len(node.tokens)
     return Look(found.length + found.partial, _branch(tree, found), evicted[::-1])

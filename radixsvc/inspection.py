@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from radixsvc.node import ABSENT, PAGE_ID_BYTES, PAGES, PINNED_CLASS, Node, resident
+from radixsvc.match import num_known
+from radixsvc.node import ABSENT, DEVICE, PAGE_ID_BYTES, PAGES, Node, resident
 from radixsvc.tree import RadixTree
 from tiers.page import InvariantError, PageIds
 
@@ -16,22 +17,25 @@ def check_tree(tree: RadixTree) -> list[PageIds]:
     held: list[list[bytes]] = [[] for _ in range(tree.num_tiers)]
     residents: dict[tuple[int, int], int] = {}
     evictable: dict[tuple[int, int, int], int] = {}
-    num_nodes = num_ghost_pages = 0
+    num_nodes = 0
     for node in tree.nodes():
         num_nodes += 1
         _check_node(tree, node)
-        if node in tree.ghosts:
-            num_ghost_pages += tree.num_pages(node)
         for level in range(tree.num_tiers):
-            pages: bytes = getattr(node, PAGES[level])
+            pages = node[level]
             held[level].append(pages)
             key = (id(node.account), level)
             residents[key] = residents.get(key, 0) + resident(pages)
-            if node.refs == 0:
-                group = (*key, PINNED_CLASS if node.pins else node.priority)
+            if node.after(level) is not None:
+                group = (*key, node.priority)
                 evictable[group] = evictable.get(group, 0) + resident(pages)
     _require(num_nodes == tree.num_nodes, f"{num_nodes} nodes, {tree.num_nodes} counted")
-    _require(num_ghost_pages == tree.num_ghost_pages, "pages of ghosts are miscounted")
+    for level, nodes in enumerate(tree.ghosts.left):
+        num_pages = sum(map(tree.num_pages, nodes))
+        _require(num_pages == tree.ghosts.num_pages[level], "pages of ghosts are miscounted")
+        for node in nodes:
+            _require(not node[level], "a node that left a tier lies on it")
+            _require(node.parent is not None, "a ghost is not in the tree")
     detached = [root.account for root in tree.detached]
     for account in [*tree.accounts.values(), *detached]:
         for level in range(tree.num_tiers):
@@ -60,27 +64,28 @@ def _check_node(tree: RadixTree, node: Node) -> None:
     _require(node.account is parent.account or parent.parent is None, "accounts differ on a path")
     num_pages = tree.num_pages(node)
     for level in range(tree.num_tiers):
-        pages: bytes = getattr(node, PAGES[level])
+        pages = node[level]
         _require(len(pages) <= num_pages * PAGE_ID_BYTES, "more pages than tokens")
-        linked = node.after(level) is not None
-        _require(linked == (node.refs == 0 and resident(pages) > 0), "on a wrong list of victims")
+        may_go = node.refs == 0 and len(pages) > 0 and (level == DEVICE or node.pins == 0)
+        _require(may_go == (node.after(level) is not None), "on a wrong list of victims")
+        _require(not pages.endswith(ABSENT), "places beyond the last page")
     _require(ABSENT not in _split_ids(node.device), "a gap in the device's pages")
     if parent.parent is not None:
         if node.device:
             full = tree.num_pages(parent) * PAGE_ID_BYTES
             _require(len(parent.device) == full, "device pages behind a gap")
-        if tree.num_known(node):
-            _require(tree.num_known(parent) == tree.num_pages(parent), "pages behind a gap")
+        if num_known(node, tree.page_bytes):
+            _require(
+                num_known(parent, tree.page_bytes) == tree.num_pages(parent), "pages behind a gap"
+            )
         if node.refs == 0 and parent.refs == 0:
             _require(parent.last_use >= node.last_use, "a parent was used before its child")
             _require(parent.priority >= node.priority, "a parent has less priority")
-    known = any(resident(getattr(node, PAGES[level])) for level in range(tree.num_tiers))
-    num_known = tree.num_known(node)
+    known = num_known(node, tree.page_bytes)
     for level in range(1, tree.num_tiers):
-        for page in _split_ids(getattr(node, PAGES[level]))[num_known:]:
-            _require(page == ABSENT, "a page behind a gap")
-    _require(known or node.refs > 0 or node in tree.ghosts, "a node without pages is no ghost")
-    _require(not known or node not in tree.ghosts, "a ghost has pages")
+        _require(len(node[level]) <= known * PAGE_ID_BYTES, "a page behind a gap")
+    held = node.refs > 0 or node.pins > 0
+    _require(known > 0 or held or node in tree.ghosts, "a node without pages is no ghost")
     if node.children is not None:
         _check_children(tree, node)
 
@@ -149,11 +154,11 @@ def format_tree(
 def _describe(tree: RadixTree, node: Node) -> str:
     parts = [f"{len(node.tokens) // 4} tokens"]
     for level in range(tree.num_tiers):
-        pages = resident(getattr(node, PAGES[level]))
+        pages = resident(node[level])
         if pages:
             parts.append(f"{PAGES[level]} {pages}")
-    if node in tree.ghosts:
-        parts.append(f"ghost, last on {PAGES[tree.ghosts[node].level]}")
+    if len(parts) == 1 and (went := tree.ghosts.last(node)) is not None:
+        parts.append(f"ghost, last on {PAGES[went[1]]}")
     for name in ("refs", "pins"):
         if getattr(node, name):
             parts.append(f"{name} {getattr(node, name)}")

@@ -67,8 +67,14 @@ class _Snapshot(Collector):
             "recomputed_tokens": stats.recomputed_tokens,
             "preemptions": stats.preemptions,
         }
-        for name in ("evicted_pages", "lost_pages", "duplicate_pages", "ghost_tokens"):
+        for name in ("evicted_pages", "dropped_pages", "lost_pages", "duplicate_pages"):
             counts[name] = getattr(cache, name)
+        yield _labelled(
+            "hit_tokens_at_double",
+            "Prompt tokens that a tier alone had given besides, were it twice as large",
+            "tier",
+            {tier: getattr(cache.hits_at_double, tier) for tier in cache.pages},
+        )
         pages = GaugeMetricFamily(
             "radixsvc_pages", "Pages by tier and state", labels=["tier", "state"]
         )

@@ -25,11 +25,8 @@ TOKEN_BYTES = 4
 PAGE_ID_BYTES = 4
 ABSENT = b"\xff" * PAGE_ID_BYTES  # page id -1
 
-DEVICE, HOST, DISK = range(3)  # levels, from the fastest tier down
-PAGES = ("device", "host", "disk")  # a node's attribute with its pages of that level
-
-NUM_CLASSES = 4
-PINNED_CLASS = 3  # behind the three classes of priority; only ever demoted, never dropped
+DEVICE, HOST, DISK = range(3)  # levels, from the fastest tier down; `node[level]` are its pages
+PAGES = ("device", "host", "disk")  # and what they are called
 
 
 class Priority(IntEnum):
@@ -38,6 +35,9 @@ class Priority(IntEnum):
     LOW = 0
     NORMAL = 1
     HIGH = 2
+
+
+CLASSES = range(len(Priority))
 
 
 class Children:
@@ -123,8 +123,8 @@ class Account:
         self.detached = detached  # flushed: freed at the last release, never matched again
         self.quota: list[int | None] = [None] * num_tiers  # pages
         self.resident = [0] * num_tiers
-        self.evictable = [[0] * NUM_CLASSES for _ in range(num_tiers)]
-        self.heads = [[Node(b"", None) for _ in range(NUM_CLASSES)] for _ in range(num_tiers)]
+        self.evictable = [[0 for _ in CLASSES] for _ in range(num_tiers)]
+        self.heads = [[Node(b"", None) for _ in CLASSES] for _ in range(num_tiers)]
 
     def victim(self, level: int, priority: int) -> Node | None:
         """The least recently used node of that class on that tier."""
@@ -144,3 +144,16 @@ class Account:
 def resident(pages: bytes) -> int:
     """How many of these packed page ids are not -1."""
     return len(pages) // PAGE_ID_BYTES - pages.count(ABSENT)
+
+
+def stripped(pages: bytes) -> bytes:
+    """These packed page ids without the -1 at their end."""
+    while pages.endswith(ABSENT):
+        pages = pages[:-PAGE_ID_BYTES]
+    return pages
+
+
+def page_at(pages: bytes, index: int) -> int:
+    """Page `index` of packed ids, -1 where it is not there."""
+    at = index * PAGE_ID_BYTES
+    return int.from_bytes(pages[at : at + PAGE_ID_BYTES] or ABSENT, "little", signed=True)

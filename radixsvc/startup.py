@@ -68,7 +68,7 @@ def build_backend(config: Config) -> Backend:
     shape = model.page_shape(config.tiers.device.page_size)
     tier = DeviceTier(shape, num_device_pages(config, shape, device), device)
     lower = build_lower(config, tier, bytes.fromhex(model.info.fingerprint))
-    cache = PrefixCache(tier, shape.page_size, lower=lower)
+    cache = PrefixCache(tier, shape.page_size, lower=lower, enabled=config.cache.enabled)
     log.info("%s on %s in %s", model.info.name, device, model.info.dtype)
     held = (tier, lower.host, lower.disk) if lower is not None else (tier,)
     for level, (name, part) in enumerate(zip(PAGES, held, strict=False)):
@@ -89,6 +89,8 @@ def build_backend(config: Config) -> Backend:
 
 def build_lower(config: Config, device: DeviceTier, fingerprint: bytes) -> Lower | None:
     """The tiers below the device and who carries pages there; None where none is asked for."""
+    if not config.cache.enabled:
+        return None
     tiers = config.tiers
     page_bytes = device.page_bytes
     host_bytes = tiers.host.size.resolve(available_memory())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 
 import numpy as np
@@ -205,7 +206,7 @@ def test_a_quota_bounds_what_is_kept_not_what_runs() -> None:
 def test_a_pin_outlives_pressure_until_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(8)
     now = [100.0]
-    monkeypatch.setattr("radixsvc.cache.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("radixsvc.pins.time.monotonic", lambda: now[0])
     complete(cache, prompt(8))
     assert cache.pin(A, prompt(8), ttl=10) == 8
     for seed in range(1, 4):
@@ -249,6 +250,42 @@ def test_eight_equal_prompts_at_once_compute_one() -> None:
             lease.release()
         leases.clear()
     assert computed == 17 + 7
+
+
+@pytest.mark.parametrize("most_pages", [1, 2, 3])
+def test_hits_at_double_are_those_of_a_device_of_twice_the_size(most_pages: int) -> None:
+    """A larger LRU memory holds all that a smaller one does, so what the tier and its ghosts hold
+    together is what one of twice the size holds, less the prompt that is being served."""
+    rng = random.Random(1)
+    num_pages = [rng.randint(1, most_pages) for _ in range(24)]
+    asked = [rng.randrange(24) for _ in range(400)]
+
+    def served(size: int) -> tuple[int, int]:
+        cache = make(size)
+        for seed in asked:
+            n = 4 * num_pages[seed]
+            with cache.acquire(A, prompt(n + 1, seed)) as lease:
+                lease.extend(n + 1)
+                lease.commit(n)
+            cache.check()
+        return cache.stats().hit_tokens.device, cache.stats().hits_at_double.device
+
+    once, less, twice = served(12), served(24 - most_pages), served(24)
+    assert 0 < once[0] < less[0] <= sum(once) <= twice[0]
+
+
+def test_a_cache_that_is_off_computes_everything_and_keeps_nothing() -> None:
+    cache = PrefixCache(Ledger(16), 4, enabled=False)  # type: ignore[arg-type]
+    first = running(cache, prompt(12))
+    first.commit(12)
+    second = running(cache, prompt(12))
+    assert cache.pending(A, prompt(20)) == second.cached_len == 0
+    second.commit(12)
+    first.release()
+    second.release()
+    cache.check()
+    assert cache.device.num_free == 16
+    assert cache.match(A, prompt(12)).length == 0
 
 
 def test_a_broken_page_table_is_found() -> None:

@@ -125,12 +125,12 @@ def every_tier(
 
 
 def sources_at(offset: int, total: int) -> dict[str, Sources]:
-    """On the device reuse is exact to the token, from below it by whole pages."""
+    """From device and host reuse is exact to the token, from disk by whole pages."""
     whole = offset - offset % 4
     return {
         "cold": Sources(0, 0, 0, total),
         "device": Sources(offset, 0, 0, total - offset),
-        "host": Sources(0, whole, 0, total - whole),
+        "host": Sources(0, offset, 0, total - offset),
         "disk": Sources(0, 0, whole, total - whole),
         "restart": Sources(0, 0, whole, total - whole),
     }
@@ -185,13 +185,15 @@ def test_loads_only_where_it_is_to(promote: str, seconds: float, loads: bool) ->
     base = prompt_of(BASE, seed=2)
     with EngineUnderTest(PAGES, build_lower=partial(tiers, None, 200, promote=promote)) as t:
         assert t.lower is not None
-        t.lower.mover.seconds = lambda *transfer: seconds  # type: ignore[method-assign]
+        t.lower.mover.seconds = (  # type: ignore[method-assign]
+            lambda source, target, num_pages: seconds if target is t.device else 0.0
+        )
         ask = asker(t.engine)
         ask("a", base)
         fill(ask)
         tokens, sources = ask("a", base)
         assert tokens == expected(base.tolist(), NEW_TOKENS)
-        assert sources == (Sources(0, 20, 0, 4) if loads else Sources(0, 0, 0, 24))
+        assert sources == (Sources(0, 23, 0, 1) if loads else Sources(0, 0, 0, 24))
 
 
 def serve_until_killed(folder: Path, base: Tokens, ready: Connection) -> None:

@@ -199,7 +199,7 @@ def test_tiers_bring_back_what_the_device_evicted() -> None:
     cheap, dear = (0.1, 0.1, 1.0), (2.0, 2.0, 1.0)
     host = tiered((6, 20, 0), 2, cheap, TierPolicy())
     found = [host.serve(prompt) for prompt in history]
-    assert [(f.device + f.host, f.disk) for f in found[3:]] == [(6, 0)] * 6
+    assert [(f.device + f.host, f.disk) for f in found[3:]] == [(7, 0)] * 6
     disk = tiered((6, 0, 20), 2, cheap, TierPolicy(disk_after=1))
     assert any(disk.serve(prompt).disk for prompt in history)
     slow = tiered((6, 20, 0), 2, dear, TierPolicy())

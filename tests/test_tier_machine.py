@@ -118,8 +118,7 @@ class TierMachine(Machine):
         self.cache = PrefixCache(
             self.device, self.page_size, max_ghosts=0.5, max_pinned=0.5, lower=self.lower
         )
-        assert self.cache.residency is not None
-        self.cache.residency.seconds_per_token = 1.0
+        self.cache.seconds_per_token = 1.0
         if self.quota >= 0:
             for level in (0, HOST, DISK):
                 self.cache.set_quota("b", self.quota + level, level)
@@ -163,8 +162,8 @@ class TierMachine(Machine):
             return
         at = self.draw(0, len(self.leases) - 1)
         lease, generation = self.leases[at]
-        ends = [move.ok for move in lease.moves]
-        if None not in ends and False in ends:
+        ends = [move.ok for move in lease.moves if not move.private]
+        if None not in [move.ok for move in lease.moves] and False in ends:
             generation = self.generation  # it is matched again, perhaps after a flush
         self.leases[at] = lease, generation
         if self.see(lease, generation):

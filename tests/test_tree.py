@@ -23,8 +23,8 @@ def run(text: str) -> bytes:
 class Tree(RadixTree):
     """Hands out page ids 0, 1, 2, ... and speaks in words."""
 
-    def __init__(self, max_ghost_pages: int = 0, num_tiers: int = 1) -> None:
-        super().__init__(4, num_tiers, max_ghost_pages)
+    def __init__(self, *ghost_pages: int) -> None:
+        super().__init__(4, ghost_pages or (0,))
         self.next_page = 0
 
     def put(self, text: str) -> None:
@@ -168,7 +168,7 @@ def test_low_priority_goes_first() -> None:
 
 
 def test_a_ghost_tells_what_was_known_and_when_it_went() -> None:
-    tree = Tree(max_ghost_pages=2)
+    tree = Tree(2)
     tree.put("abcdefgh")
     tree.put("xxxx")
     tree.evict(3)
@@ -177,11 +177,11 @@ def test_a_ghost_tells_what_was_known_and_when_it_went() -> None:
     assert tree.match("a", run("xxxx"), ghosts=True).length == 4
     assert "ghost, last on device" in format_tree(tree)
     tree.put("xxxx")
-    assert not tree.ghosts
+    assert not tree.ghosts.left[DEVICE]
 
 
 def test_a_node_may_lie_partly_on_the_device() -> None:
-    tree = Tree(num_tiers=3)
+    tree = Tree(0, 0, 0)
     tree.put("abcdefghijkl")
     node = tree.match("a", run("abcdefghijkl")).node
     places = np.array([1, 2], np.int32)

@@ -220,7 +220,7 @@ class Machine:
             assert self.cache.match(namespace, prompt).length >= n
         if self.quota >= 0 and not self.leases:
             account = self.cache.tree.accounts["b"]
-            evictable = sum(account.evictable[0][:3])
+            evictable = sum(account.evictable[0])
             assert account.resident[0] <= self.quota or evictable == 0
 
     def end(self) -> None:

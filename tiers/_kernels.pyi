@@ -190,6 +190,10 @@ class Node:
     last_use: int
 
     def __init__(self, tokens: bytes, account: object, /) -> None: ...
+    def __getitem__(self, level: int, /) -> bytes:
+        """`device`, `host` or `disk` by the tier's level; likewise set."""
+
+    def __setitem__(self, level: int, pages: bytes, /) -> None: ...
     def link_before(self, anchor: Node, level: int, /) -> None:
         """Enter the list that `anchor` is on, or begins, right in front of it."""
 

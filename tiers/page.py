@@ -126,6 +126,11 @@ class PageLedger:
         self._require(pages, (PageState.WRITING, PageState.LOADING))
         self.states[pages] = PageState.READY
 
+    def reopen(self, pages: PageIds) -> None:
+        """READY pages that nobody but one request knows are WRITING, for it to go on with."""
+        self._require(pages, (PageState.READY,))
+        self.states[pages] = PageState.WRITING
+
     def free(self, pages: PageIds) -> None:
         """Give pages back. One that is still being read stays as it is until its readers leave."""
         self._require(pages, (PageState.WRITING, PageState.READY, PageState.LOADING))

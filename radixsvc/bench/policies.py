@@ -142,8 +142,7 @@ def tiered(
         policy=policy,
     )
     radix = Radix(device, page_size, lower)
-    assert radix.cache.residency is not None
-    radix.cache.residency.seconds_per_token = computed
+    radix.cache.seconds_per_token = computed
     return radix
 
 

@@ -1,0 +1,198 @@
+"""A request's hold on the cache.
+
+What a lease's page table points at, from the left:
+
+    tokens   [ locked in the tree, READY | private, WRITING          ]
+             0                           num_locked * page_size      num_pages * page_size
+
+Whole pages are shared by `commit`, the partly filled last one by `release`, since it may be
+written until then. READY pages are never written. Whoever computed what the tree got meanwhile
+from someone else gives their own pages back and reads the tree's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from radixsvc.node import Node, Priority
+from radixsvc.transfers import Move
+from tiers.page import InvariantError, PageIds
+
+if TYPE_CHECKING:
+    from radixsvc.cache import PrefixCache
+
+Tokens = npt.NDArray[np.int32]
+
+
+class TokensByTier(NamedTuple):
+    """How many leading tokens of a prompt lie where; each counted once, the fastest tier first."""
+
+    device: int
+    host: int
+    disk: int
+
+    @property
+    def length(self) -> int:
+        return self.device + self.host + self.disk
+
+    def plus(self, other: TokensByTier) -> TokensByTier:
+        return TokensByTier(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NONE = TokensByTier(0, 0, 0)
+
+
+class Lease:
+    """One request's hold. Made by `PrefixCache.acquire` alone.
+
+    `cached_len` leading tokens have keys and values once `poll` was True, `sources` says from
+    where. `page_table` is the int32 array of the pages of all tokens with room, private ones
+    last; a new array after `poll` and `extend`, while `commit` may exchange pages in it.
+    """
+
+    node: Node
+
+    def __init__(
+        self, cache: PrefixCache, namespace: str, tokens: Tokens, priority: Priority
+    ) -> None:
+        self._cache = cache
+        self.namespace = namespace
+        self.priority = priority
+        self.prompt_len = self._num_tokens = len(tokens)
+        self._tokens: Tokens = np.array(tokens, np.int32)
+        self._table: PageIds = np.empty(cache.num_pages_for(len(tokens)) + 8, np.int32)
+        self.page_table: PageIds = self._table[:0]
+        self.num_pages = 0
+        self.num_locked = 0  # pages at the front that are the tree's
+        self.num_valid = 0  # tokens at the front that have keys and values
+        self.sources = self.at_double = NONE
+        self.counted = False
+        self.moves: list[Move] = []  # that have to end before the lease is usable
+        self.tail: tuple[Move, int] | None = None  # on its way to a private page: tokens
+        self.released = False
+
+    @property
+    def tokens(self) -> Tokens:
+        """The prompt and what was appended."""
+        return self._tokens[: self._num_tokens]
+
+    @property
+    def cached_len(self) -> int:
+        return self.sources.length
+
+    def append(self, token_ids: Sequence[int] | Tokens) -> None:
+        """The sequence goes on with these tokens."""
+        end = self._num_tokens + len(token_ids)
+        if end > len(self._tokens):
+            self._tokens = np.resize(self._tokens, max(end, 2 * len(self._tokens), 64))
+        self._tokens[self._num_tokens : end] = token_ids
+        self._num_tokens = end
+
+    def poll(self) -> bool:
+        """Whether everything that was to be loaded is there, or failed and was cut short."""
+        if any(move.ok is None for move in self.moves):
+            return False
+        failed = any(move.ok is False and not move.private for move in self.moves)
+        self.moves = []
+        if failed:
+            self._cache.hold_what_came(self)
+        elif self.tail is not None:
+            move, num_tokens = self.tail
+            self.tail = None
+            if move.ok:
+                self.hold(move.pages)
+                self.found(TokensByTier(0, num_tokens, 0))
+        return not self.moves
+
+    def found(self, more: TokensByTier) -> None:
+        """So many more leading tokens of the prompt need no computing."""
+        self.sources = self.sources.plus(more)
+        self.num_valid = self.sources.length
+
+    def extend(self, num_tokens: int) -> None:
+        """Have pages for the first `num_tokens` tokens. OutOfPages changes nothing."""
+        missing = -(-num_tokens // self._cache.page_size) - self.num_pages
+        if missing > 0:
+            self.hold(self._cache.allocate(missing))
+        if not self.counted:
+            self._cache.count(self)
+
+    def commit(self, num_tokens: int) -> None:
+        """The first `num_tokens` tokens have keys and values: share their whole pages.
+
+        What the tree has already is taken from there, and the page table changed to it.
+        """
+        if not self.num_valid <= num_tokens <= self._num_tokens or self.released:
+            raise InvariantError(f"{num_tokens} tokens committed of {self._num_tokens}")
+        self.num_valid = num_tokens
+        self._share(num_tokens - num_tokens % self._cache.page_size)
+
+    def _share(self, num_tokens: int) -> None:
+        """Put the private pages of the first `num_tokens` tokens into the tree."""
+        cache = self._cache
+        start, num_pages = self.num_locked, cache.num_pages_for(num_tokens)
+        if num_pages <= start or not cache.enabled:
+            return
+        tokens = self._tokens[start * cache.page_size : num_tokens].tobytes()
+        if cache.residency.is_loading(self.node, tokens):
+            return  # someone is loading these pages: at the next commit, or never
+        own = self._table[start:num_pages]
+        if num_pages > self.num_pages:
+            raise InvariantError(f"{num_pages} pages committed of {self.num_pages}")
+        self.node, packed = cache.tree.insert(self.node, tokens, own.tobytes(), self.priority)
+        kept = np.frombuffer(packed, np.int32)
+        ours = own[: len(kept)]
+        added = kept == ours
+        cache.device.publish(ours[added])
+        if not added.all():
+            cache.device.free(ours[~added])
+            cache.num_duplicates += len(ours) - int(added.sum())
+            self._table[start : start + len(kept)] = kept
+        self.num_locked = start + len(kept)
+        cache.residency.enforce_quota(self.node.account)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let go: pages with keys and values stay cached, the others are free. Idempotent."""
+        if self.released:
+            return
+        self.released = True
+        cache = self._cache
+        cache.forget(self)
+        self._share(self.num_valid - self.num_valid % cache.page_size)
+        if self.num_valid // cache.page_size == self.num_locked and not self.node.account.detached:
+            self._share(self.num_valid)
+        account = self.node.account
+        path = cache.tree.path(self.node)
+        cache.tree.unlock(self.node)
+        cache.residency.enforce_quota(account)
+        self.let_go()
+        cache.residency.used(path)
+
+    def let_go(self) -> None:
+        """Give the private pages back, and what was on its way to one."""
+        private = self.page_table[self.num_locked :].copy()
+        self.num_pages = self.num_locked = 0
+        self.page_table = self._table[:0]
+        self._cache.device.free(private)
+        if self.tail is not None:
+            self._cache.residency.abandon(self.tail[0])
+            self.tail = None
+
+    def hold(self, pages: PageIds) -> None:
+        """More pages at the end of the page table."""
+        end = self.num_pages + len(pages)
+        if end > len(self._table):
+            self._table = np.resize(self._table, max(end, 2 * len(self._table)))
+        self._table[self.num_pages : end] = pages
+        self.num_pages = end
+        self.page_table = self._table[:end]

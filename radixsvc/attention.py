@@ -24,6 +24,7 @@ from tiers.page import PageIds, PageShape
 Int32s = npt.NDArray[np.int32]
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SPLIT, PLAN_HEADER = 256, 16  # of cuda/plan.h
 MIN_SHARED_TOKENS = 512  # the length of a split; less is not attended to together
 
 
@@ -83,7 +84,7 @@ class RaggedBatch:
     groups: SharedGroups
     handle: _kernels.Batch
     device: torch.device
-    memory: torch.Tensor | None = None  # on CUDA, what the handle points to
+    memory: BatchMemory | None = None  # on CUDA, what the handle points to
     num_partials: int = 0  # on CUDA, splits of all decoding sequences
 
     @classmethod
@@ -95,9 +96,14 @@ class RaggedBatch:
         page_size: int,
         device: torch.device | str = "cpu",
         *,
+        num_rows: int = 0,
         share_prefixes: bool = True,
     ) -> RaggedBatch:
-        """ValueError where lengths are negative, disagree, or exceed a sequence's page table."""
+        """ValueError where lengths are negative, disagree, or exceed a sequence's page table.
+
+        `num_rows` beyond the new tokens is padding: rows of q, k and v that are nobody's, for
+        which nothing is appended and whose output is undefined. For the CUDA kernels alone.
+        """
         queries, contexts = np.array(q_lens, np.int32), np.array(kv_lens, np.int32)
         if not queries.ndim == contexts.ndim == 1 or not (
             len(queries) == len(contexts) == len(page_tables)
@@ -129,9 +135,10 @@ class RaggedBatch:
             if share_prefixes
             else SharedGroups(*(np.zeros(n, np.int32) for n in (1, 0, 0)))
         )
+        num_tokens = max(num_rows, int(cu_seqlens_q[-1]))
         handle = _kernels.batch(
             len(queries),
-            int(cu_seqlens_q[-1]),
+            num_tokens,
             page_size,
             int(queries.max(initial=0)),
             int(contexts.max(initial=0)),
@@ -146,7 +153,7 @@ class RaggedBatch:
         )
         batch = cls(
             page_size,
-            int(cu_seqlens_q[-1]),
+            num_tokens,
             cu_seqlens_q,
             contexts,
             page_indptr,
@@ -155,39 +162,103 @@ class RaggedBatch:
             handle,
             device,
         )
-        return batch if device.type == "cpu" else batch._uploaded()
+        if device.type == "cpu":
+            return batch
+        num_words, *plan = _kernels.cuda_plan(handle, 0)
+        sizes = (len(cu_seqlens_q), len(contexts), len(page_indptr), num_words, len(pages))
+        memory = BatchMemory(sizes, plan[-1], device)
+        memory.write(batch)
+        return memory.batch(batch, plan)
 
-    def _uploaded(self) -> RaggedBatch:
-        """The batch and the kernels' work lists on its device, in one piece and one copy."""
-        arrays = (self.cu_seqlens_q, self.kv_lens, self.page_indptr, self.pages)
-        num_words, *_ = _kernels.cuda_plan(self.handle, 0)
-        starts = np.cumsum([0, *map(len, arrays)])
-        staged = torch.empty(int(starts[-1]) + num_words, dtype=torch.int32, pin_memory=True)
-        flat = staged.numpy()
-        for start, array in zip(starts.tolist(), arrays, strict=False):
-            flat[start : start + len(array)] = array
-        plan = _kernels.cuda_plan(self.handle, flat[starts[-1] :].ctypes.data)
-        memory = staged.to(self.device, non_blocking=True)
-        cu_seqlens_q, kv_lens, page_indptr, pages, words = (memory.data_ptr() + 4 * starts).tolist()
+    @classmethod
+    def largest(
+        cls, num_seqs: int, num_tokens: int, page_size: int, device: torch.device
+    ) -> RaggedBatch:
+        """What a CUDA graph is captured with, to be replayed with other batches in its memory:
+        `num_seqs` rows of padding, and room for as many decoding sequences whose contexts are
+        `num_tokens` long in all.
+        """
+        num_splits = num_tokens // SPLIT + num_seqs
+        num_words = PLAN_HEADER + 4 * num_seqs + 2 * num_splits
+        num_pages = num_tokens // page_size + num_seqs
+        sizes = (num_seqs + 1, num_seqs, num_seqs + 1, num_words, num_pages)
+        memory = BatchMemory(sizes, num_splits, device)
+        padding = cls.build([], [], [], page_size, num_rows=num_seqs)
+        memory.write(padding)
+        return memory.batch(padding, [num_seqs, 1, 0, num_splits])
+
+
+class BatchMemory:
+    """A batch and the kernels' work lists on a CUDA device, in one piece of int32:
+
+    cu_seqlens_q | kv_lens | page_indptr | words of cuda/plan.h | pages
+    """
+
+    def __init__(self, sizes: Sequence[int], num_partials: int, device: torch.device) -> None:
+        self.sizes = sizes
+        self.num_partials = num_partials
+        self.starts = np.cumsum([0, *sizes])
+        self.memory = torch.empty(int(self.starts[-1]), dtype=torch.int32, device=device)
+
+    def write(self, batch: RaggedBatch) -> bool:
+        """Queue a copy of a batch on the host into this memory; False where it is too large."""
+        num_words, *_, num_partials = _kernels.cuda_plan(batch.handle, 0)
+        words = np.empty(num_words, np.int32)
+        arrays = (batch.cu_seqlens_q, batch.kv_lens, batch.page_indptr, words, batch.pages)
+        if num_partials > self.num_partials or any(
+            len(array) > size for array, size in zip(arrays, self.sizes, strict=True)
+        ):
+            return False
+        _kernels.cuda_plan(batch.handle, words.ctypes.data)
+        staged = np.zeros(int(self.starts[4]) + len(batch.pages), np.int32)
+        for start, array in zip(self.starts.tolist(), arrays, strict=False):
+            staged[start : start + len(array)] = array
+        self.memory[: len(staged)].copy_(pinned(staged, self.memory.device), non_blocking=True)
+        return True
+
+    def batch(self, host: RaggedBatch, plan: Sequence[int]) -> RaggedBatch:
+        """The batch that lies here, with the counts that kernels are launched by."""
+        at = (self.memory.data_ptr() + 4 * self.starts).tolist()
         handle = _kernels.cuda_batch(
-            len(self.kv_lens),
-            self.num_tokens,
-            self.page_size,
-            cu_seqlens_q,
-            kv_lens,
-            page_indptr,
-            pages,
-            words,
+            len(host.kv_lens),
+            host.num_tokens,
+            host.page_size,
+            at[0],
+            at[1],
+            at[2],
+            at[4],
+            at[3],
+            self.sizes[3],
             *plan,
         )
-        return replace(self, handle=handle, memory=memory, num_partials=plan[-1])
+        device = self.memory.device
+        return replace(host, handle=handle, device=device, memory=self, num_partials=plan[-1])
+
+
+def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array as a tensor that `device` copies without the host waiting for it."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array on `device`, its copy queued; on a CPU the very same memory."""
+    return pinned(array, device).to(device, non_blocking=True)
 
 
 class StepContext:
     """A step: the pool of pages, [num_pages, shape.elems], what a page holds, and the batch."""
 
-    def __init__(self, pool: torch.Tensor, shape: PageShape, batch: RaggedBatch) -> None:
-        """ValueError where the pool is not of that shape, or the batch names pages beyond it."""
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        shape: PageShape,
+        batch: RaggedBatch,
+        partials: torch.Tensor | None = None,
+    ) -> None:
+        """`partials` is memory to share with steps that never run at once, as `workspace` gives it.
+
+        ValueError where the pool is not of that shape, or the batch names pages beyond it."""
         dtype = getattr(torch, shape.dtype)
         if pool.ndim != 2 or pool.shape[1] < shape.elems or pool.dtype != dtype:
             raise ValueError(
@@ -209,14 +280,14 @@ class StepContext:
         self.dtype_code = DTYPE_CODES[dtype]
         self.pool_address = pool.data_ptr()
         self.page_stride = pool.stride(0)
-        self._workspace: torch.Tensor | None = None
+        self.partials = partials
 
     def workspace(self, q_heads: int, head_dim: int) -> torch.Tensor:
         """Memory on the device for the partial results of one layer's decoding sequences."""
         size = self.batch.num_partials * q_heads * (head_dim + 2)
-        if self._workspace is None or len(self._workspace) < size:
-            self._workspace = torch.empty(size, dtype=torch.float32, device=self.pool.device)
-        return self._workspace
+        if self.partials is None or len(self.partials) < size:
+            self.partials = torch.empty(size, dtype=torch.float32, device=self.pool.device)
+        return self.partials
 
 
 class _Current(threading.local):

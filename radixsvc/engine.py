@@ -1,7 +1,12 @@
 """The engine: one thread that owns device, cache and scheduler.
 
-    submit, cancel, call --inbox--> | take in -> poll copies -> schedule -> run -> sample -> emit |
+    submit, cancel, call --inbox--> | take in -> poll copies -> schedule -> launch -> retire |
                                       one step, again and again, on the engine thread
+
+To retire a step is to wait for the tokens it sampled, publish what it computed, emit. With
+`overlap` step k + 1 is launched before step k retires, so the device has work while the host
+does its own. What is decided then may turn out too much: a request whose step k samples its last
+token has one in step k + 1 for nothing. Its pages are let go when that step retires.
 
 Everything else reaches the device and the tree through the inbox. A request's own fault ends
 that request; broken ownership of pages ends the engine (`failed`), and nothing is served on it.
@@ -17,12 +22,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from radixsvc.attention import RaggedBatch, StepContext
 from radixsvc.cache import PrefixCache
 from radixsvc.errors import (
     ContextLengthExceeded,
@@ -33,9 +37,11 @@ from radixsvc.errors import (
     ServiceError,
     SlowReader,
 )
+from radixsvc.graphs import DecodeGraphs, cuda_capture
 from radixsvc.model import Model
 from radixsvc.request import FinishReason, Request, Sources, State, Usage
-from radixsvc.sampler import Sampled, SamplerState, sample
+from radixsvc.runner import Launched, NewTokens, Runner
+from radixsvc.sampler import Sampled, SamplerState
 from radixsvc.scheduler import ChunkSizer, Scheduled, Scheduler, SchedulerConfig
 from radixsvc.stream import Finished, TokenStream, wake_all
 from tiers.device import DeviceTier
@@ -53,6 +59,8 @@ class EngineConfig:
     requests may wait for pages that nobody gives back; seconds."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    overlap: bool | None = None  # None: where the device works beside the host
+    cuda_graphs: bool = True
     stream_deadline: float = 30.0
     stall_deadline: float = 30.0
     idle_check_seconds: float = 5.0
@@ -88,6 +96,8 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(cache, config.scheduler)
         self.sizer = ChunkSizer(config.scheduler)
+        self.runner = Runner(model, device)
+        self.overlap = device.device.type == "cuda" if config.overlap is None else config.overlap
         self.ready = False
         self.failed: BaseException | None = None
         self.on_failure: Callable[[BaseException], object] = lambda error: None
@@ -102,6 +112,8 @@ class Engine:
         self._stopping = False
         self._save_until = 0.0
         self._last_progress = time.monotonic()
+        self._in_flight: Launched | None = None
+        self._retired_at = 0.0
         self._steps = 0
         self._checked_at = -1
         self._step_seconds = 0.0
@@ -177,7 +189,7 @@ class Engine:
 
     def progress(self) -> tuple[bool, float]:
         """Whether there is anything to do, and the seconds since the last step ended."""
-        busy = bool(self._requests or self._inbox) or not self.ready
+        busy = bool(self._requests or self._inbox or self._in_flight) or not self.ready
         return busy, time.monotonic() - self._last_progress
 
     def stats(self) -> EngineStats:
@@ -207,14 +219,17 @@ class Engine:
     def _main(self) -> None:
         try:
             with torch.inference_mode():
+                if self.device.device.type == "cuda":
+                    torch.cuda.set_device(self.device.device)
                 self._warm_up()
                 while not self._stopping:
                     self.take_in()
-                    if self.scheduler.has_work:
+                    if self.scheduler.has_work or self._in_flight:
                         if not self.step():
                             self._wait(0.001)
                     else:
                         self._idle()
+                self._retire()
                 self.cache.save(self._save_until - time.monotonic())
         except BaseException as error:
             self.failed = error
@@ -230,22 +245,20 @@ class Engine:
         self._wake_streams()
 
     def step(self) -> bool:
-        """One round: schedule, run, sample, emit. False where nothing could run."""
+        """One round: schedule, launch, retire. False where nothing could run."""
         self.cache.poll()
         self._end_overdue()
-        scheduled = self.scheduler.schedule(self.sizer.chunk(self.scheduler.is_decoding))
+        scheduled = self._schedule()
+        if self._in_flight and (self.scheduler.waits_for_step or not scheduled):
+            self._retire()
+            scheduled = self._schedule()
         if scheduled:
-            started = time.perf_counter()
-            num_decode = sum(s.request.state is State.DECODING for s in scheduled)
-            num_prefill = sum(s.num_tokens for s in scheduled) - num_decode
             self._run(scheduled)
-            self._step_seconds = time.perf_counter() - started
-            self.sizer.record(num_prefill, num_decode, self._step_seconds)
-            self.cache.seconds_per_token = self.sizer.seconds_per_token
-            self._steps += 1
-            self._last_progress = time.monotonic()
         self._wake_streams()
         return bool(scheduled)
+
+    def _schedule(self) -> list[Scheduled]:
+        return self.scheduler.schedule(self.sizer.chunk(self.scheduler.is_decoding))
 
     def take_in(self) -> None:
         """Do what other threads asked for since the last step."""
@@ -280,27 +293,40 @@ class Engine:
         """Real forward passes, for readiness and for a first estimate of the speed."""
         num_tokens = min(128, self.max_request_tokens - 1)
         tokens = (np.arange(num_tokens) % self.model.info.vocab_size).astype(np.int32)
-        lease = self.cache.acquire(WARM_UP_NAMESPACE, tokens)
-        lease.extend(num_tokens)
-        for n in (1, 1, 1, num_tokens, num_tokens, num_tokens):
-            started = time.perf_counter()
-            self._forward_parts([(tokens[:n], 0, lease.page_table)])
-            self.sizer.record(n if n > 1 else 0, 1, time.perf_counter() - started)
-        lease.release()
+        with self.cache.acquire(WARM_UP_NAMESPACE, tokens) as lease:
+            lease.extend(num_tokens)
+            for n in (1, 1, 1, num_tokens, num_tokens, num_tokens):
+                started = time.perf_counter()
+                new = [NewTokens(tokens[:n], 0, lease.page_table)]
+                self.runner.forward(new, [True]).tolist()
+                self.sizer.record(n if n > 1 else 0, 1, time.perf_counter() - started)
+        device = self.device.device
+        if self.config.cuda_graphs and device.type == "cuda":
+            self.runner.graphs = DecodeGraphs(
+                self.model,
+                self.device,
+                self.config.scheduler.max_running,
+                self.max_request_tokens,
+                cuda_capture(device),
+            )
         self.cache.seconds_per_token = self.sizer.seconds_per_token
         self._last_progress = time.monotonic()
         self.ready = True
 
     def _run(self, scheduled: list[Scheduled]) -> None:
-        """Forward pass, commits and sampling for one step's work."""
+        """Launch a step, then retire the one before it; or this one, if nothing may overlap."""
         try:
-            logits = self._forward(scheduled)
+            launched = self.runner.launch(scheduled, self._in_flight)
         except InvariantError:
             raise
         except Exception as error:
+            self._retire()
             self._run_apart(scheduled, error)
             return
-        self._advance(scheduled, logits)
+        self._retire()
+        self._in_flight = launched
+        if not self.overlap or launched.logits is not None:
+            self._retire()
 
     def _run_apart(self, scheduled: list[Scheduled], error: Exception) -> None:
         """A step failed: find whose fault it was by running its requests one by one.
@@ -315,7 +341,8 @@ class Engine:
             return
         if len(scheduled) > 1:
             for one in scheduled:
-                self._run([one])
+                if one.request.state is not State.FINISHED:
+                    self._run([one])
             return
         log.error("request %s failed", scheduled[0].request.id, exc_info=error)
         self._fail(
@@ -327,69 +354,38 @@ class Engine:
             ),
         )
 
-    def _forward(self, scheduled: list[Scheduled]) -> torch.Tensor:
-        parts = []
-        for request, num_tokens in scheduled:
+    def _retire(self) -> None:
+        """Take the tokens of the step in flight: publish what it computed, emit, let go."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        sampled = iter(step.fetch())
+        for request, end, prefills, samples in step.work:
+            token = next(sampled) if samples else None
+            request.retired()
+            if request.state is State.FINISHED:
+                if request.in_flight == 0:
+                    self.scheduler.release(request)
+                continue
             assert request.lease is not None
-            start = request.num_computed
-            tokens = request.lease.tokens[start : start + num_tokens]
-            parts.append((tokens, start, request.lease.page_table))
-        return self._forward_parts(parts, [s.samples for s in scheduled])
-
-    def _forward_parts(
-        self, parts: list[tuple[Any, int, Any]], samples: list[bool] | None = None
-    ) -> torch.Tensor:
-        """Logits of the last token of each (tokens, start, page table) part that samples."""
-        q_lens = [len(tokens) for tokens, _, _ in parts]
-        ends = np.cumsum(q_lens)
-        batch = RaggedBatch.build(
-            q_lens,
-            [start + len(tokens) for tokens, start, _ in parts],
-            [table for _, _, table in parts],
-            self.cache.page_size,
-            self.device.device,
-        )
-        rows = ends - 1 if samples is None else (ends - 1)[np.array(samples)]
-        return self.model.forward(
-            np.concatenate([tokens for tokens, _, _ in parts]),
-            np.concatenate([np.arange(s, s + len(t), dtype=np.int32) for t, s, _ in parts]),
-            StepContext(self.device.pool, self.device.shape, batch),
-            rows.astype(np.int64),
-        )
-
-    def _advance(self, scheduled: list[Scheduled], logits: torch.Tensor) -> None:
-        """Publish what was computed, pick next tokens, emit them."""
-        sampling = [s.request for s in scheduled if s.samples]
-        for request, num_tokens in scheduled:
-            assert request.lease is not None
-            request.num_computed += num_tokens
-            if request.state is State.PREFILLING:
-                request.lease.commit(request.num_computed)
-        if sampling:
-            for request, sampled in zip(sampling, self._sample(sampling, logits), strict=True):
-                if sampled is not None:
-                    self._emit(request, sampled)
-
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[Sampled | None]:
-        """Next tokens; a request whose sampling fails is ended and gets None."""
-        states = []
-        for request in requests:
-            assert request.sampler is not None
-            states.append(request.sampler)
-        try:
-            return list(sample(logits, states))
-        except Exception as error:
-            if len(requests) == 1:
-                log.error("sampling for request %s failed", requests[0].id, exc_info=error)
-                self._fail(requests[0], EngineFailed("sampling failed; the request was ended"))
-                return [None]
-        return [self._sample([r], logits[i : i + 1])[0] for i, r in enumerate(requests)]
+            if prefills:
+                request.lease.commit(end)
+            if token is not None:
+                self._emit(request, token)
+            elif samples:
+                self._fail(request, EngineFailed("sampling failed; the request was ended"))
+        now = time.perf_counter()
+        self._step_seconds = now - max(step.started, self._retired_at)
+        self._retired_at = now
+        num_decode = sum(not work.prefills for work in step.work)
+        self.sizer.record(step.num_prefill, num_decode, self._step_seconds)
+        self.cache.seconds_per_token = self.sizer.seconds_per_token
+        self._steps += 1
+        self._last_progress = time.monotonic()
 
     def _emit(self, request: Request, sampled: Sampled) -> None:
-        if request.state is State.PREFILLING:
-            request.state = State.DECODING
-            if not request.output:
-                self._count_prompt(request)
+        if not request.output:
+            self._count_prompt(request)
         token = sampled.token
         request.output.append(token)
         self._totals["generated"] += 1
@@ -416,9 +412,6 @@ class Engine:
             self._totals[name] += getattr(sources, name)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        lease = request.lease
-        if lease is not None and request.num_computed:
-            lease.commit(request.num_computed)
         prompt = len(request.tokens)
         usage = Usage(
             prompt_tokens=prompt,
@@ -429,6 +422,7 @@ class Engine:
         self._end(request, Finished(reason, usage), reason)
 
     def _fail(self, request: Request, error: ServiceError) -> None:
+        request.num_computed = 0  # what was not committed yet is not to be trusted
         self._end(request, error, FinishReason.ERROR)
 
     def _end(self, request: Request, end: Finished | ServiceError, reason: FinishReason) -> None:

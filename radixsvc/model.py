@@ -18,8 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -48,22 +46,23 @@ class Model:
 
     def forward(
         self,
-        input_ids: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
         ctx: StepContext,
-        logit_rows: npt.NDArray[np.int64],
+        logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Run the T new tokens of all sequences; their keys and values go to `ctx`'s pages.
 
-        `input_ids` and `positions` are [T]; `logit_rows` [R] names the rows of T whose
-        next-token logits are wanted. Returns them as fp32 [R, vocab_size].
+        `input_ids` and `positions` are int32 [T] on the model's device; `logit_rows`, int64 [R],
+        names the rows of T whose next-token logits are wanted. Returns them as fp32
+        [R, vocab_size]. The host waits for nothing.
         """
-        ids = torch.from_numpy(input_ids).to(self.device, non_blocking=True)
-        where = torch.from_numpy(positions).to(self.device, non_blocking=True)
-        rows = torch.from_numpy(logit_rows).to(self.device, non_blocking=True)
         with torch.inference_mode(), attention_step(ctx):
             output = self._module(
-                ids[None], position_ids=where[None], use_cache=False, logits_to_keep=rows
+                input_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logit_rows,
             )
             logits: torch.Tensor = output.logits[0].float()
         return logits

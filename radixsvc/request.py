@@ -102,7 +102,9 @@ class Request:
     """One sequence to be completed. Written by the engine thread alone once submitted.
 
     `tokens` is the prompt, packed int32. `output` are the sampled tokens; the last of them has
-    no keys and values yet. `num_computed` counts the leading tokens that have theirs.
+    no keys and values yet. `num_computed` counts the leading tokens that have theirs, or get them
+    in a step that is under way: `in_flight` counts such steps, and `pending` is the row at which
+    the latest of them samples the request's next token, which the host does not know yet.
     """
 
     id: str
@@ -118,6 +120,8 @@ class Request:
     sampler: SamplerState | None = None
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
+    in_flight: int = 0
+    pending: int | None = None
     most_computed: int = 0  # the highest `num_computed` before a preemption
     sources: Sources | None = None
     num_recomputed: int = 0
@@ -127,8 +131,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
-        return len(self.tokens) + len(self.output)
+        """Prompt and output so far, a pending token included."""
+        return len(self.tokens) + len(self.output) + (self.pending is not None)
+
+    @property
+    def can_decode(self) -> bool:
+        """One more token is wanted, as far as is known, and the client takes it."""
+        return (
+            self.state is State.DECODING
+            and self.num_tokens < len(self.tokens) + self.params.max_tokens
+            and not self.stream.full
+        )
 
     @property
     def next_tokens(self) -> Tokens:
@@ -139,3 +152,17 @@ class Request:
     def num_uncomputed(self) -> int:
         """Tokens that still need keys and values before the next one can be sampled."""
         return self.num_tokens - self.num_computed
+
+    def launched(self, num_tokens: int, row: int | None) -> None:
+        """A step that computes `num_tokens` more is under way; it samples the next one at `row`."""
+        self.num_computed += num_tokens
+        self.in_flight += 1
+        if row is not None:
+            self.pending = row
+            self.state = State.DECODING
+
+    def retired(self) -> None:
+        """The earliest step under way is done, and its token known."""
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self.pending = None

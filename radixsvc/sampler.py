@@ -8,10 +8,15 @@ preemption too, and asking twice for the same token gives the same answer. In or
       -> top_k -> top_p -> min_p -> draw
 
 Equal logits count in the order of their ids, lowest first.
+
+`pick` queues on the logits' device what needs no look of the host: all greedy rows, and away from
+a CPU the draws of all that ask for no penalties, biases or log-probabilities. `finish` does the
+rest on the host. Which of the two a request is drawn by depends on itself and the device alone.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Sequence
@@ -21,7 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from radixsvc.attention import to_device
 from radixsvc.request import SamplingParams, TokenLogprob, Tokens
+
+log = logging.getLogger("radixsvc.sampler")
 
 Row = npt.NDArray[np.float32]
 
@@ -53,10 +61,13 @@ class SamplerState:
         self._bias_ids = np.array([i for i, _ in params.logit_bias], np.int64)
         self._bias = np.array([b for _, b in params.logit_bias], np.float32)
         self.changes_logits = self._counting or bool(params.logit_bias)
-        # the most likely token as the model gives it, and nothing told about it
-        self.plain = (
-            params.temperature == 0 and not self.changes_logits and params.top_logprobs is None
-        )
+        self.filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+    def needs_host(self, is_cpu: bool) -> bool:
+        """Whether `finish` has to see the logits; on a CPU it draws faster than torch does."""
+        params = self.params
+        drawn = is_cpu and params.temperature != 0
+        return drawn or self.changes_logits or params.top_logprobs is not None
 
     def changed(self, row: Row) -> Row:
         """A copy of one row of logits with penalties and biases."""
@@ -73,9 +84,9 @@ class SamplerState:
         row[self._bias_ids] += self._bias
         return row
 
-    def uniform(self) -> float:
-        """The random number in [0, 1) of the next token."""
-        return (_mix(self._stream + self.num_sampled) >> 11) * 2.0**-53
+    def uniform(self, ahead: int = 0) -> float:
+        """The random number in [0, 1) of the next token, or the one `ahead` places after it."""
+        return (_mix(self._stream + self.num_sampled + ahead) >> 11) * 2.0**-53
 
     def learn(self, token: int) -> None:
         """The next token is picked."""
@@ -84,23 +95,85 @@ class SamplerState:
             self._counts[token] = self._counts.get(token, 0) + 1
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-    """Pick a token from each row of `logits` (fp32 [R, vocab_size]) for the R `states`.
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled | None]:
+    """`pick` and `finish` in one."""
+    tokens = pick(logits, states, [0] * len(states))
+    return finish(tokens.tolist(), logits, states)
 
-    ValueError, with no state changed, where a row holds no finite largest logit.
+
+def pick(
+    logits: torch.Tensor, states: Sequence[SamplerState], ahead: Sequence[int]
+) -> torch.Tensor:
+    """Queue the picking of a token from each row of `logits` (fp32 [R, vocab_size]).
+
+    `ahead` says how many tokens each of the R states has still to learn of. Returns int64 [R] on
+    the logits' device, -1 where a row holds no finite largest logit.
     """
     best, ids = logits.max(dim=-1)  # of equals the first
-    if not bool(torch.isfinite(best).all()):
-        raise ValueError("the model gave logits that are not finite")
-    picked = [Sampled(token, None) for token in ids.tolist()]
-    special = [i for i, state in enumerate(states) if not state.plain]
-    if special:
+    if not logits.is_cpu:
+        for filters in (False, True):
+            rows = [
+                i
+                for i, s in enumerate(states)
+                if s.params.temperature and s.filters is filters and not s.needs_host(False)
+            ]
+            if rows:
+                at = to_device(np.array(rows), logits.device)
+                drawn = draw_rows(logits[at], [states[i] for i in rows], [ahead[i] for i in rows])
+                ids.index_copy_(0, at, drawn)
+    return torch.where(torch.isfinite(best), ids, -1)
+
+
+def draw_rows(
+    logits: torch.Tensor, states: Sequence[SamplerState], ahead: Sequence[int]
+) -> torch.Tensor:
+    """Draw from each row on its device: int64 [R]. Filters of all states alike, or of none.
+
+    As `_draw`, in float64: in which order a device adds up changes no token.
+    """
+    numbers = [
+        (max(p.temperature, 1e-6), p.top_k or logits.shape[1], p.top_p, p.min_p, s.uniform(n))
+        for s, n in zip(states, ahead, strict=True)
+        for p in [s.params]
+    ]
+    options = to_device(np.array(numbers), logits.device).T[..., None]
+    temperature, top_k, top_p, min_p, uniform = options  # [R, 1] each
+    weights = ((logits.double() - logits.amax(-1, keepdim=True)) / temperature).exp()
+    order = None
+    if states[0].filters:
+        weights, order = weights.sort(dim=-1, descending=True, stable=True)
+        place = torch.arange(weights.shape[1], device=weights.device)
+        weights = weights.where(place < top_k, 0)
+        before = weights.cumsum(-1) - weights  # the likelier ones' share
+        likely = (before < top_p * weights.sum(-1, keepdim=True)) | (place == 0)
+        weights = weights.where(likely & (weights >= min_p * weights[:, :1]), 0)
+    sums = weights.cumsum(-1)
+    drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
+    drawn = drawn.clamp_max(weights.shape[1] - 1)
+    return (drawn if order is None else order.gather(1, drawn))[:, 0]
+
+
+def finish(
+    tokens: Sequence[int], logits: torch.Tensor | None, states: Sequence[SamplerState]
+) -> list[Sampled | None]:
+    """What `pick` picked, with the rows for the host done: None where a row cannot be sampled.
+
+    `logits` may be missing where no state needs the host.
+    """
+    picked = [Sampled(token, None) if token >= 0 else None for token in tokens]
+    if logits is not None:
+        special = [i for i, s in enumerate(states) if picked[i] and s.needs_host(logits.is_cpu)]
         # on a CPU rows are looked at in place; from elsewhere only these come over, in one go
         rows = [logits[i] for i in special] if logits.is_cpu else logits[special].cpu().unbind()
         for i, row in zip(special, rows, strict=True):
-            picked[i] = _sample_row(row.numpy(), states[i], picked[i].token)
+            try:
+                picked[i] = _sample_row(row.numpy(), states[i], tokens[i])
+            except Exception:  # one request's fault is that request's
+                log.exception("sampling failed")
+                picked[i] = None
     for state, sampled in zip(states, picked, strict=True):
-        state.learn(sampled.token)
+        if sampled is not None:
+            state.learn(sampled.token)
     return picked
 
 
@@ -110,16 +183,16 @@ def _sample_row(row: Row, state: SamplerState, best: int) -> Sampled:
     if params.temperature == 0:
         token = int(changed.argmax()) if state.changes_logits else best
     else:
-        token = _draw(changed, params, state.uniform())
+        token = _draw(changed, params, state.filters, state.uniform())
     if params.top_logprobs is None:
         return Sampled(token, None)
     return Sampled(token, logprob(row, token, params.top_logprobs))
 
 
-def _draw(row: Row, params: SamplingParams, uniform: float) -> int:
+def _draw(row: Row, params: SamplingParams, filters: bool, uniform: float) -> int:
     """The token at which the cumulated probability of what the filters leave passes `uniform`."""
     heights = (row - row.max()) / max(params.temperature, 1e-6)  # at most 0: no overflow
-    if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
+    if not filters:
         return _pick(np.exp(heights), uniform)
     chances = np.exp(heights)
     total = float(chances.sum(dtype=np.float64))

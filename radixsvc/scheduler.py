@@ -63,6 +63,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order of arrival; preempted ones in front
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.waits_for_step = False  # pages are short that a step under way holds
         self._preemptions_left = 0
 
     @property
@@ -80,14 +81,14 @@ class Scheduler:
         """The next step's work: all that decodes, and at most `chunk` tokens of prefill.
 
         Pages for it are held when this returns. An empty list means that everything waits for
-        copies, for readers or for pages.
+        copies, for readers, for pages or for the tokens of a step under way.
         """
         self._preemptions_left = self.config.preemptions_a_step
+        self.waits_for_step = False
         self._poll_promotions()
         steps: list[Scheduled] = []
         for request in list(self.running):
-            ready = request.state is State.DECODING and not request.stream.full
-            if ready and self._hold(request, 1):
+            if request.can_decode and self._hold(request, 1):
                 steps.append(Scheduled(request, 1))
         budget = chunk
         for request in list(self.running):
@@ -99,23 +100,24 @@ class Scheduler:
         return steps
 
     def remove(self, request: Request) -> None:
-        """Let go of a request in any state, its pages included. Idempotent."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        if request.lease is not None:
-            request.lease.release()
-            request.lease = None
+        """Take a request out in any state; its pages go when no step under way uses them."""
+        (self.waiting if request.state is State.WAITING else self.running).remove(request)
         request.state = State.FINISHED
+        if request.in_flight == 0:
+            self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Let go of a request's pages, if it has any; what is computed stays in the tree."""
+        lease = request.lease
+        if lease is not None:
+            if request.num_computed:
+                lease.commit(min(request.num_computed, len(lease.tokens)))
+            lease.release()
+            request.lease = None
 
     def preempt(self, request: Request) -> None:
-        """Back to the front of the queue. What it committed stays in the tree for its return."""
-        assert request.lease is not None
-        if request.num_computed:
-            request.lease.commit(request.num_computed)
-        request.lease.release()
-        request.lease = None
+        """Back to the front of the queue. What it computed stays in the tree for its return."""
+        self.release(request)
         request.most_computed = max(request.most_computed, request.num_computed)
         request.num_computed = 0
         request.num_preemptions += 1
@@ -165,10 +167,14 @@ class Scheduler:
                 request.lease.extend(request.num_computed + num_tokens)
                 return True
             except OutOfPages:
-                if self._preemptions_left == 0 or self.running[0] is self.running[-1]:
+                youngest = self.running[-1]
+                if self._preemptions_left == 0 or self.running[0] is youngest:
+                    return False
+                if youngest.in_flight:
+                    self.waits_for_step = True
                     return False
             self._preemptions_left -= 1
-            self.preempt(self.running[-1])
+            self.preempt(youngest)
         return False
 
     def _admit(self, budget: int, steps: list[Scheduled]) -> None:

@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tiers.page import PageShape
 
 VOCAB = 97
 EOS = 0
+OVERLAP = False  # of engines under test: whether they launch a step before the last one retires
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -56,7 +58,10 @@ class KnownModel:
     def page_shape(self, page_size: int) -> PageShape:
         return PageShape.uniform(1, 1, 1, page_size, "float32")
 
-    def forward(self, ids: Any, positions: Any, context: Any, rows: Any) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, where: torch.Tensor, context: Any, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        ids, positions, rows = input_ids.numpy(), where.numpy(), logit_rows.numpy()
         batch, size = context.batch, context.shape.page_size
         starts = batch.cu_seqlens_q.tolist()
         firsts = batch.page_indptr.tolist()
@@ -95,7 +100,8 @@ class EngineUnderTest:
         self.device = DeviceTier(self.model.page_shape(page_size), num_pages, torch.device("cpu"))
         self.lower = build_lower(self.device)
         self.cache = PrefixCache(self.device, page_size, lower=self.lower)
-        self.engine = Engine(self.model, self.device, self.cache, config or EngineConfig())  # type: ignore[arg-type]
+        config = replace(config or EngineConfig(), overlap=OVERLAP)
+        self.engine = Engine(self.model, self.device, self.cache, config)  # type: ignore[arg-type]
 
     def __enter__(self) -> EngineUnderTest:
         self.engine.start()

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 
+import known_model
 import numpy as np
 import pytest
 from known_model import EOS, EngineUnderTest, Gate, expected
@@ -23,6 +24,11 @@ from radixsvc.errors import (
 from radixsvc.request import FinishReason, State
 from radixsvc.scheduler import SchedulerConfig
 from tiers.page import InvariantError
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["apart", "overlapped"])
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_model, "OVERLAP", request.param)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -58,10 +58,10 @@ class Runner:
             CPU,
         )
         logits = self.model.forward(
-            np.concatenate([part.tokens[part.start : part.stop] for part in parts]),
-            np.concatenate([np.arange(p.start, p.stop, dtype=np.int32) for p in parts]),
+            torch.from_numpy(np.concatenate([p.tokens[p.start : p.stop] for p in parts])),
+            torch.cat([torch.arange(p.start, p.stop) for p in parts]),
             StepContext(self.device.pool, self.device.shape, batch),
-            np.arange(sum(lens)),
+            torch.arange(sum(lens)),
         )
         return list(logits.split(lens))
 
@@ -253,7 +253,8 @@ def test_a_step_may_want_no_logits(tiny_llama: Path) -> None:
     tokens, table = random_tokens(6, 20), runner.table(20)
     batch = RaggedBatch.build([20], [20], [table], 16, CPU)
     step = StepContext(runner.device.pool, runner.device.shape, batch)
-    none = runner.model.forward(tokens, np.arange(20, dtype=np.int32), step, np.zeros(0, np.int64))
+    no_rows = torch.zeros(0, dtype=torch.int64)
+    none = runner.model.forward(torch.from_numpy(tokens), torch.arange(20), step, no_rows)
     assert none.shape == (0, 512)
 
 

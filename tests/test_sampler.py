@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixsvc.request import SamplingParams
-from radixsvc.sampler import SamplerState, sample
+from radixsvc.sampler import Sampled, SamplerState, draw_rows, sample
 
 NO_PROMPT = np.zeros(0, np.int32)
 
@@ -144,12 +144,41 @@ def test_log_probabilities_are_the_model_s_own() -> None:
     assert sampled.logprob.top == ()
 
 
-def test_logits_that_are_no_numbers_are_refused_and_change_nothing() -> None:
+@given(
+    seed=st.integers(0, 2**31),
+    top_k=st.sampled_from([0, 1, 5, 300]),
+    top_p=st.sampled_from([1.0, 0.9, 0.2, 0.0]),
+    min_p=st.sampled_from([0.0, 1e-12, 0.05]),
+    spread=st.sampled_from([0.1, 3.0, 40.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_device_draws_what_the_host_would(
+    seed: int, top_k: int, top_p: float, min_p: float, spread: float
+) -> None:
+    """With other rows beside it, and before the host has learnt of two earlier tokens."""
+    rows = torch.randn(3, 200, generator=torch.Generator().manual_seed(seed)) * spread
+    rows[2, 100:] = rows[2, :100]  # equals
+    params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": 0.8}
+    states = [state(seed=seed + i, **params) for i in range(3)]
+    drawn = draw_rows(rows, states, [2, 2, 2]).tolist()
+    for row, sampler, token in zip(rows, states, drawn, strict=True):
+        sampler.num_sampled = 2
+        assert sample(row[None], [sampler]) == [Sampled(token, None)]
+
+
+def test_logits_that_are_no_numbers_give_no_token_and_change_nothing() -> None:
     rows = torch.randn(2, 50)
     broken = rows.clone()
     broken[1, 3] = math.nan
     good, bad = state(seed=1), state(seed=2)
-    with pytest.raises(ValueError, match="not finite"):
-        sample(broken, [good, bad])
-    again = sample(rows[:1], [good])[0].token
-    assert again == sample(rows[:1], [state(seed=1)])[0].token
+    assert sample(broken, [good, bad])[1] is None
+    again = sample(rows[1:], [bad])
+    assert again == sample(rows[1:], [state(seed=2)])
+
+
+def test_a_row_that_cannot_be_sampled_leaves_the_others_alone() -> None:
+    rows = torch.randn(2, 50)
+    beyond = state(logit_bias=((50, 1.0),))
+    fine, failed = sample(rows, [state(temperature=0), beyond])
+    assert fine == Sampled(int(rows[0].argmax()), None)
+    assert failed is None

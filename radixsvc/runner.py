@@ -1,0 +1,151 @@
+"""One step on the device: its inputs, the forward pass, the next tokens. It never decides.
+
+A step is launched and later fetched. In between the host may launch the next one, whose decoding
+requests begin with tokens the host does not know yet: they are gathered on the device from those
+that the step before samples. Everything is queued on one stream, and copy streams wait for what
+was queued there before them: so what a step writes or reads is there when its turn comes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from radixsvc.attention import RaggedBatch, StepContext, to_device
+from radixsvc.graphs import DecodeGraphs
+from radixsvc.model import Model
+from radixsvc.request import Request, State, Tokens
+from radixsvc.sampler import Sampled, SamplerState, finish, pick
+from radixsvc.scheduler import Scheduled
+from tiers.device import DeviceTier
+from tiers.page import PageIds
+
+
+class NewTokens(NamedTuple):
+    """`tokens` of one sequence from position `start` on, and the pages of all up to them."""
+
+    tokens: Tokens
+    start: int
+    page_table: PageIds
+
+
+class Work(NamedTuple):
+    """A request's part in a step, after which its first `end` tokens have keys and values."""
+
+    request: Request
+    end: int
+    prefills: bool
+    samples: bool
+
+
+class Launched(NamedTuple):
+    """A step under way. `tokens` are the sampled ones on the device, and `copied` on the host
+    once the event `done` has come. `logits` are kept where the host has to look at them."""
+
+    work: list[Work]
+    num_prefill: int
+    states: list[SamplerState]
+    tokens: torch.Tensor
+    copied: torch.Tensor
+    done: torch.cuda.Event | None
+    logits: torch.Tensor | None
+    started: float  # time.perf_counter() seconds
+
+    def fetch(self) -> list[Sampled | None]:
+        """Wait for the next tokens, in the order of `work`; None where sampling failed."""
+        if self.done is not None:
+            self.done.synchronize()
+        return finish(self.copied.tolist(), self.logits, self.states)
+
+
+class Late(NamedTuple):
+    """Inputs that are known on the device alone: token `sources[i]` belongs at `rows[i]`."""
+
+    rows: list[int]
+    sources: list[int]
+    tokens: torch.Tensor
+
+    def write(self, ids: torch.Tensor) -> None:
+        """Put them in; a failed sample's -1 becomes a token, whose request ends anyway."""
+        rows, sources = to_device(np.array([self.rows, self.sources]), ids.device)
+        ids.index_copy_(0, rows, self.tokens[sources].clamp_min(0).to(ids.dtype))
+
+
+class Runner:
+    """Runs steps of `model` over the pages of `tier`."""
+
+    def __init__(self, model: Model, tier: DeviceTier, graphs: DecodeGraphs | None = None) -> None:
+        self.model = model
+        self.tier = tier
+        self.graphs = graphs
+
+    def launch(self, scheduled: Sequence[Scheduled], before: Launched | None) -> Launched:
+        """Queue a step, which may come right behind `before`. Any exception changes nothing."""
+        started = time.perf_counter()
+        new, work, samples = [], [], []
+        rows, sources = [], []
+        row = num_prefill = 0
+        for one in scheduled:
+            request, num_tokens = one
+            assert request.lease is not None
+            start, pending = request.num_computed, request.pending
+            ids = request.lease.tokens[start : start + num_tokens]
+            if pending is not None:
+                ids = np.zeros(1, np.int32)
+                rows.append(row)
+                sources.append(pending)
+            prefills = request.state is State.PREFILLING
+            num_prefill += num_tokens if prefills else 0
+            row += num_tokens
+            new.append(NewTokens(ids, start, request.lease.page_table))
+            samples.append(one.samples)
+            work.append(Work(request, start + num_tokens, prefills, one.samples))
+        late = Late(rows, sources, before.tokens) if before is not None and rows else None
+        logits = self.forward(new, samples, late)
+        states, ahead = [], []
+        for part in work:
+            if part.samples:
+                assert part.request.sampler is not None
+                states.append(part.request.sampler)
+                ahead.append(int(part.request.pending is not None))
+        tokens = copied = pick(logits, states, ahead)
+        done = None
+        if tokens.is_cuda:
+            copied = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            copied.copy_(tokens, non_blocking=True)
+            done = torch.cuda.current_stream(tokens.device).record_event()
+        on_host = any(state.needs_host(logits.is_cpu) for state in states)
+        kept = logits if on_host else None
+        sampled = 0
+        for part, one in zip(work, scheduled, strict=True):
+            part.request.launched(one.num_tokens, sampled if part.samples else None)
+            sampled += part.samples
+        return Launched(work, num_prefill, states, tokens, copied, done, kept, started)
+
+    def forward(
+        self, new: Sequence[NewTokens], samples: Sequence[bool], late: Late | None = None
+    ) -> torch.Tensor:
+        """Logits [R, vocab_size] of the last new token of each of the R sequences that sample."""
+        device, page_size = self.tier.device, self.tier.shape.page_size
+        q_lens = [len(part.tokens) for part in new]
+        kv_lens = [part.start + len(part.tokens) for part in new]
+        tables = [part.page_table for part in new]
+        tokens = np.concatenate([part.tokens for part in new])
+        where = np.concatenate(
+            [np.arange(p.start, p.start + len(p.tokens), dtype=np.int32) for p in new]
+        )
+        if self.graphs is not None and len(tokens) == len(new) and all(samples):
+            logits = self.graphs.forward(tokens, where, kv_lens, tables, late)
+            if logits is not None:
+                return logits
+        batch = RaggedBatch.build(q_lens, kv_lens, tables, page_size, device)
+        ids = to_device(tokens, device)
+        if late is not None:
+            late.write(ids)
+        rows = (np.cumsum(q_lens) - 1)[np.array(samples)]
+        context = StepContext(self.tier.pool, self.tier.shape, batch)
+        return self.model.forward(ids, to_device(where, device), context, to_device(rows, device))

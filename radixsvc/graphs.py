@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from radixsvc.attention import RaggedBatch, StepContext, pinned
+from radixsvc.attention import Int32s, RaggedBatch, StepContext, pinned
 from radixsvc.model import Model
 from radixsvc.request import Tokens
 from tiers.device import DeviceTier
@@ -86,7 +86,7 @@ class DecodeGraphs:
         self,
         tokens: Tokens,
         positions: Tokens,
-        kv_lens: Sequence[int],
+        kv_lens: Int32s,
         page_tables: Sequence[PageIds],
         late: Late | None,
     ) -> torch.Tensor | None:

@@ -153,9 +153,9 @@ class Request:
         """Tokens that still need keys and values before the next one can be sampled."""
         return self.num_tokens - self.num_computed
 
-    def launched(self, num_tokens: int, row: int | None) -> None:
-        """A step that computes `num_tokens` more is under way; it samples the next one at `row`."""
-        self.num_computed += num_tokens
+    def launched(self, end: int, row: int | None) -> None:
+        """A step is under way that computes up to `end` and samples the next token at `row`."""
+        self.num_computed = end
         self.in_flight += 1
         if row is not None:
             self.pending = row

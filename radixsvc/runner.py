@@ -86,32 +86,32 @@ class Runner:
     def launch(self, scheduled: Sequence[Scheduled], before: Launched | None) -> Launched:
         """Queue a step, which may come right behind `before`. Any exception changes nothing."""
         started = time.perf_counter()
-        new, work, samples = [], [], []
-        rows, sources = [], []
+        new, work, states, ahead = [], [], [], []
+        late_rows, late_sources = [], []
         row = num_prefill = 0
-        for one in scheduled:
-            request, num_tokens = one
-            assert request.lease is not None
-            start, pending = request.num_computed, request.pending
-            ids = request.lease.tokens[start : start + num_tokens]
+        for request, num_tokens in scheduled:
+            lease, pending = request.lease, request.pending
+            assert lease is not None
+            assert request.sampler is not None
+            start, end = request.num_computed, request.num_computed + num_tokens
+            ids = lease.tokens[start:end]
             if pending is not None:
                 ids = np.zeros(1, np.int32)
-                rows.append(row)
-                sources.append(pending)
+                late_rows.append(row)
+                late_sources.append(pending)
+            samples = num_tokens == request.num_uncomputed
+            if samples:
+                states.append(request.sampler)
+                ahead.append(int(pending is not None))
             prefills = request.state is State.PREFILLING
             num_prefill += num_tokens if prefills else 0
             row += num_tokens
-            new.append(NewTokens(ids, start, request.lease.page_table))
-            samples.append(one.samples)
-            work.append(Work(request, start + num_tokens, prefills, one.samples))
-        late = Late(rows, sources, before.tokens) if before is not None and rows else None
-        logits = self.forward(new, samples, late)
-        states, ahead = [], []
-        for part in work:
-            if part.samples:
-                assert part.request.sampler is not None
-                states.append(part.request.sampler)
-                ahead.append(int(part.request.pending is not None))
+            new.append(NewTokens(ids, start, lease.page_table))
+            work.append(Work(request, end, prefills, samples))
+        late = None
+        if before is not None and late_rows:
+            late = Late(late_rows, late_sources, before.tokens)
+        logits = self.forward(new, [part.samples for part in work], late)
         tokens = copied = pick(logits, states, ahead)
         done = None
         if tokens.is_cuda:
@@ -121,9 +121,9 @@ class Runner:
         on_host = any(state.needs_host(logits.is_cpu) for state in states)
         kept = logits if on_host else None
         sampled = 0
-        for part, one in zip(work, scheduled, strict=True):
-            part.request.launched(one.num_tokens, sampled if part.samples else None)
-            sampled += part.samples
+        for request, end, _, samples in work:
+            request.launched(end, sampled if samples else None)
+            sampled += samples
         return Launched(work, num_prefill, states, tokens, copied, done, kept, started)
 
     def forward(
@@ -131,21 +131,23 @@ class Runner:
     ) -> torch.Tensor:
         """Logits [R, vocab_size] of the last new token of each of the R sequences that sample."""
         device, page_size = self.tier.device, self.tier.shape.page_size
-        q_lens = [len(part.tokens) for part in new]
-        kv_lens = [part.start + len(part.tokens) for part in new]
-        tables = [part.page_table for part in new]
-        tokens = np.concatenate([part.tokens for part in new])
-        where = np.concatenate(
-            [np.arange(p.start, p.start + len(p.tokens), dtype=np.int32) for p in new]
-        )
+        ids, starts, tables = zip(*new, strict=True)
+        q_lens = np.fromiter(map(len, ids), np.int32, len(ids))
+        ends = q_lens.cumsum(dtype=np.int32)
+        kv_lens = q_lens + np.array(starts, np.int32)
+        tokens = np.concatenate(ids)
+        where = np.arange(len(tokens), dtype=np.int32) + np.repeat(kv_lens - ends, q_lens)
         if self.graphs is not None and len(tokens) == len(new) and all(samples):
             logits = self.graphs.forward(tokens, where, kv_lens, tables, late)
             if logits is not None:
                 return logits
         batch = RaggedBatch.build(q_lens, kv_lens, tables, page_size, device)
-        ids = to_device(tokens, device)
+        on_device = to_device(tokens, device)
         if late is not None:
-            late.write(ids)
-        rows = (np.cumsum(q_lens) - 1)[np.array(samples)]
-        context = StepContext(self.tier.pool, self.tier.shape, batch)
-        return self.model.forward(ids, to_device(where, device), context, to_device(rows, device))
+            late.write(on_device)
+        return self.model.forward(
+            on_device,
+            to_device(where, device),
+            StepContext(self.tier.pool, self.tier.shape, batch),
+            to_device((ends - 1)[np.array(samples)].astype(np.int64), device),
+        )

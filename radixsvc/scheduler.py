@@ -48,11 +48,6 @@ class Scheduled(NamedTuple):
     request: Request
     num_tokens: int
 
-    @property
-    def samples(self) -> bool:
-        """The step reaches the request's last known token, so its next one is sampled."""
-        return self.num_tokens == self.request.num_uncomputed
-
 
 class Scheduler:
     """Owns the queue of waiting requests and the list of running ones (in admission order)."""

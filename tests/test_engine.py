@@ -147,26 +147,42 @@ async def test_cancel_frees_pages_in_every_state() -> None:
         t.check()
 
 
-async def test_200_requests_with_random_cancels_leave_every_page_free_or_in_the_tree() -> None:
+async def test_a_thousand_requests_with_random_ends_conserve_pages_and_statistics() -> None:
+    """Cancels at any moment, stop tokens, log-probabilities beside greedy ones, too few pages."""
     rng = random.Random(5)
+    prompt_tokens = generated = 0
     with EngineUnderTest(num_pages=60) as t:
 
         async def one(i: int) -> None:
+            nonlocal prompt_tokens, generated
             prompt = prompt_of(rng.randrange(1, 40), seed=i % 9)
-            request = t.submit(prompt, max_tokens=rng.randrange(1, 30))
+            stops = frozenset(rng.choices(range(1, 97), k=rng.choice([0, 4])))
+            request = t.submit(
+                prompt,
+                max_tokens=rng.randrange(1, 30),
+                stop_token_ids=stops,
+                top_logprobs=0 if i % 7 == 0 else None,
+            )
             if rng.random() < 0.4:
                 await asyncio.sleep(rng.random() * 0.02)
                 t.engine.cancel(request.id)
             tokens, end = await t.read(request)
             assert tokens == expected(prompt, len(tokens))
-            if end.usage.completion_tokens:
+            assert not stops & set(tokens)
+            assert end.usage.completion_tokens == len(request.output)
+            if request.output:
                 assert end.usage.sources.cached + end.usage.sources.computed == len(prompt)
+                prompt_tokens += len(prompt)
+                generated += len(request.output)
 
-        for start in range(0, 200, 50):
+        for start in range(0, 1000, 50):
             await asyncio.gather(*(one(i) for i in range(start, start + 50)))
         await t.settled()
         t.check()
-        assert sum(t.engine.stats().finished.values()) == 200
+        stats = t.engine.stats()
+        assert sum(stats.finished.values()) == 1000
+        assert (stats.prompt_tokens, stats.generated_tokens) == (prompt_tokens, generated)
+        assert stats.sources.cached + stats.sources.computed == prompt_tokens
 
 
 async def test_totals_conserve_the_prompt_tokens_they_count() -> None:
@@ -180,6 +196,34 @@ async def test_totals_conserve_the_prompt_tokens_they_count() -> None:
         # Leases that were only tried for, while there was no room, are not counted as used.
         used = t.engine.call(lambda cache: cache.stats().acquired).result(10)
         assert used - stats.preemptions - 1 == 60  # one was the warm-up's
+
+
+@pytest.mark.parametrize("ending", ["stop", "cancel"])
+async def test_pages_are_held_until_the_step_that_uses_them_retires(ending: str) -> None:
+    """What ended while a step with it was under way keeps its lease until that step's turn."""
+    prompt = prompt_of(7)
+    answer = expected(prompt, 5)
+    t = EngineUnderTest(64)  # not started: its steps are taken here
+    stops = frozenset({answer[2]} if ending == "stop" else ())
+    request = t.submit(prompt, max_tokens=9, stop_token_ids=stops)
+    t.engine.take_in()
+    for _ in range(4):
+        t.engine.step()
+    if ending == "cancel":
+        t.engine.cancel(request.id)
+        t.engine.take_in()
+    overlapped = known_model.OVERLAP
+    assert request.output == answer[: 3 if overlapped or ending == "stop" else 4]
+    assert request.state is State.FINISHED
+    assert (request.lease is not None) is overlapped
+    assert not t.engine.step()
+    assert request.lease is None
+    t.cache.check()
+    assert t.device.count()["writing"] == 0
+    assert t.cache.match("a", np.array([*prompt, *answer], np.int32)).length == 7 + len(
+        request.output
+    ) - (ending == "stop" or not overlapped)
+    assert (await t.read(request))[1].usage.completion_tokens == len(request.output)
 
 
 async def test_stop_tokens_end_a_request_and_are_not_sent() -> None:

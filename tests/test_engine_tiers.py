@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -17,10 +18,10 @@ import pytest
 from known_model import EngineUnderTest, expected
 
 from radixsvc.bench.harness import complete, greedy, running_engine
-from radixsvc.cache import Lower
+from radixsvc.cache import Lease, Lower
 from radixsvc.engine import Engine
 from radixsvc.model import Model, load_model
-from radixsvc.request import Sources, Tokens
+from radixsvc.request import FinishReason, Sources, State, Tokens
 from radixsvc.residency import TierPolicy
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
@@ -194,6 +195,46 @@ def test_loads_only_where_it_is_to(promote: str, seconds: float, loads: bool) ->
         tokens, sources = ask("a", base)
         assert tokens == expected(base.tolist(), NEW_TOKENS)
         assert sources == (Sources(0, 23, 0, 1) if loads else Sources(0, 0, 0, 24))
+
+
+def test_cancel_while_promoting_gives_all_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that does not come: its request ends at once, its pages stay with the tree."""
+    base = prompt_of(BASE, seed=2)
+    with EngineUnderTest(PAGES, build_lower=partial(tiers, None, 200)) as t:
+        ask = asker(t.engine)
+        ask("a", base)
+        fill(ask)
+        with monkeypatch.context() as patch:
+            patch.setattr(Lease, "poll", lambda lease: False)
+
+            async def cancelled() -> State:
+                request = t.submit(base.tolist())
+                while request.state is State.WAITING:
+                    await asyncio.sleep(1e-3)
+                state = request.state
+                t.engine.cancel(request.id)
+                assert (await t.read(request))[1].reason is FinishReason.CANCELLED
+                return state
+
+            assert asyncio.run(cancelled()) is State.PROMOTING
+        settle(t.engine)
+        assert t.device.count()["writing"] == 0
+        assert ask("a", base)[0] == expected(base.tolist(), NEW_TOKENS)
+
+
+def test_branches_copy_the_partly_filled_page_alone() -> None:
+    """Four continuations of one prompt: whole pages by reference, a copy of the last for each."""
+    prompt = prompt_of(4 * 5 + 2, seed=3)
+    with EngineUnderTest(64) as t:
+        complete(t.engine, [prompt], greedy(1))
+        before = t.engine.call(lambda cache: cache.stats()).result(10)
+        used = t.device.count()["free"]
+        branches = [np.append(prompt, np.int32(90 + i)) for i in range(4)]
+        outcomes = complete(t.engine, branches, greedy(1))
+        after = t.engine.call(lambda cache: cache.stats()).result(10)
+        assert [o.usage.sources for o in outcomes] == [Sources(22, 0, 0, 1)] * 4
+        assert after.page_copies - before.page_copies == 4
+        assert used - t.device.count()["free"] <= 4
 
 
 def serve_until_killed(folder: Path, base: Tokens, ready: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -99,6 +100,30 @@ def test_hostile_values_are_refused_or_understood(value: dict[str, Any]) -> None
 def test_msgpack_bombs_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         decode(body, MSGPACK, ChatRequest)
+
+
+MANY = 60_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (JSON, b'{"prompt":[' + b"{}," * MANY + b"{}]}"),
+        (JSON, b'{"unknown":[' + b"{}," * MANY + b'{}],"prompt":"x"}'),
+        (JSON, b'{"prompt":[' + b"[0]," * MANY + b"[]]}"),
+        (MSGPACK, b"\x81\xa6prompt\xdd" + (3 * MANY).to_bytes(4, "big") + b"\x80" * 3 * MANY),
+        (MSGPACK, b"\x81\xa6prompt\xdd" + MANY.to_bytes(4, "big") + b"\xa2ab" * MANY),
+    ],
+)
+def test_what_a_body_takes_in_memory_is_a_bounded_multiple_of_its_size(
+    kind: Encoding, body: bytes
+) -> None:
+    tracemalloc.start()
+    with contextlib.suppress(InvalidRequest):
+        token_ids(decode(body, kind, CompletionRequest).prompt, "prompt", 100)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 32 * len(body)
 
 
 def test_deep_json_is_refused() -> None:

@@ -94,9 +94,8 @@ def make_plan(
     top_logprobs: int | None,
 ) -> Plan:
     """What a body asks for, with its defaults filled in. InvalidRequest."""
-    bias = [(int(key), value) for key, value in (body.logit_bias or {}).items() if key.isdecimal()]
-    vocab_size = call.backend.info.vocab_size
-    if len(bias) < len(body.logit_bias or ()) or any(token >= vocab_size for token, _ in bias):
+    bias = body.logit_bias or {}
+    if not all(key.isdecimal() and int(key) < call.backend.info.vocab_size for key in bias):
         raise InvalidRequest("logit_bias: keys are token ids", param="logit_bias")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or ()
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
@@ -105,7 +104,7 @@ def make_plan(
     params = SamplingParams(
         max_tokens=max_tokens,
         top_k=max(0, body.top_k or 0),
-        logit_bias=tuple(bias),
+        logit_bias=tuple((int(key), value) for key, value in bias.items()),
         seed=None if body.seed is None else body.seed % 2**63,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         top_logprobs=top_logprobs,

@@ -1,24 +1,26 @@
 """What the tiers below the device are worth, with a model.
 
 - Time to first token of one prompt: cold, and found on the device, the host, the disk.
-- Agents in rotation: 40 of them share 10 system prompts, on a device that holds a quarter of what
-  they use. The same requests with tiers and without.
+- Agents in rotation, from a workload's file, on a device that holds a quarter of what they use:
+  the same requests with tiers and without.
 - Nothing reused: processor seconds of the same prompts with tiers and without, in pairs.
 
-Prompts are random token ids, the same in every run.
+Prompts are random token ids, the same in every run; a workload's words count as tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,18 +29,20 @@ from radixsvc.attention import set_num_threads
 from radixsvc.bench.harness import Outcome, complete, greedy, running_engine
 from radixsvc.bench.report import Metric
 from radixsvc.cache import Lower
+from radixsvc.config import Config, DiskSection, HostSection, Size, Tiers
 from radixsvc.engine import Engine
+from radixsvc.errors import SetupError
 from radixsvc.fetch import fetch
 from radixsvc.model import Model, load_model, measure_num_threads
-from radixsvc.request import Sources, Tokens
-from radixsvc.residency import TierPolicy
+from radixsvc.request import Tokens
+from radixsvc.startup import build_lower
+from tiers.base import LEDGER_BYTES
 from tiers.device import DeviceTier
-from tiers.disk import DiskTier
-from tiers.host import HostTier
-from tiers.mover import open_mover
 
 PAGE_SIZE = 16
-BLOB_BYTES = 1024
+DISK_SLOT_BYTES = 8192  # of header and rounding beside a page, at most
+Promote = Literal["cost", "always", "never"]
+WORKLOAD = Path(__file__).parents[2] / "configs" / "workload-agents.toml"
 WARM_UP = 4  # pairs until the device is full
 
 
@@ -49,20 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, default=None, help="where the disk tier lies")
     add("--rounds", type=int, default=5, help="of each time to first token, and pairs")
     add("--prompt-tokens", type=int, default=2000)
-    add("--agents", type=int, default=40)
-    add("--systems", type=int, default=10, help="different system prompts")
-    add("--system-tokens", type=int, default=1500)
-    add("--turns", type=int, default=3)
-    add("--clients", type=int, default=2, help="agents that run at the same time")
+    add("--workload", type=Path, default=WORKLOAD, help="the agents; default: %(default)s")
     add("--only", choices=("first-token", "agents", "overhead"), help="one part alone")
 
 
 def run(args: argparse.Namespace) -> list[Metric]:
+    try:
+        agents = SimpleNamespace(**tomllib.loads(args.workload.read_text()))
+    except (OSError, ValueError) as error:
+        raise SetupError(f"--workload: {error}", 2) from None
     model = load_model(fetch(args.model), args.dtype, torch.device("cpu"))
     set_num_threads(measure_num_threads(model.info.dtype))
     parts = {
         "first-token": lambda: first_token(model, args.folder, args.prompt_tokens, args.rounds),
-        "agents": lambda: rotation(model, args),
+        "agents": lambda: rotation(model, args.folder, agents),
         "overhead": lambda: overhead(model, args.folder, args.rounds),
     }
     chosen = [args.only] if args.only else list(parts)
@@ -71,41 +75,40 @@ def run(args: argparse.Namespace) -> list[Metric]:
 
 @contextmanager
 def tiered_engine(
-    model: Model, folder: Path | None, device: int, host: int, disk: int
+    model: Model, folder: Path | None, device: int, host: int, disk: int, promote: Promote = "cost"
 ) -> Iterator[Engine]:
     """An engine with tiers for so many tokens each; a tier of 0 is left out."""
-    home = Path(mkdtemp(prefix="radixsvc-bench-", dir=folder))
-    try:
-        build = partial(build_lower, home, bytes.fromhex(model.info.fingerprint), host, disk)
+    with TemporaryDirectory(prefix="radixsvc-bench-", dir=folder) as home:
+        build = partial(_lower, home, bytes.fromhex(model.info.fingerprint), host, disk, promote)
         with running_engine(model, device, PAGE_SIZE, build_lower=build) as engine:
             yield engine
-    finally:
-        shutil.rmtree(home)
 
 
-def build_lower(
-    folder: Path, fingerprint: bytes, host_tokens: int, disk_tokens: int, device: DeviceTier
+def _lower(
+    folder: str, fingerprint: bytes, host: int, disk: int, promote: Promote, device: DeviceTier
 ) -> Lower | None:
-    if not host_tokens and not disk_tokens:
-        return None
-    nbytes = device.page_bytes
-    host = HostTier(nbytes, -(-host_tokens // PAGE_SIZE)) if host_tokens else None
-    disk = None
-    if disk_tokens:
-        slot = nbytes + 2 * 4096
-        limit = (disk_tokens // PAGE_SIZE + 2) * slot
-        disk = DiskTier(folder, nbytes, limit, fingerprint, BLOB_BYTES)
-    mover = open_mover(device, host, disk)
-    while host is not None and host.num_free < host.num_pages:
-        host.poll()
-        time.sleep(1e-3)
-    mover.probe()
-    return Lower(mover, host, disk, fingerprint, TierPolicy(disk_after=2 if host else 1))
+    def room(num_tokens: int, overhead: int) -> Size:
+        return Size(f"{-(-num_tokens // PAGE_SIZE) * (device.page_bytes + overhead)}B")
+
+    tiers = Tiers(
+        host=HostSection(size=room(host, LEDGER_BYTES)),
+        disk=DiskSection(
+            size=room(disk, DISK_SLOT_BYTES), path=folder, after_uses=2 if host else 1
+        ),
+        promote=promote,
+    )
+    lower = build_lower(Config(tiers=tiers), device, fingerprint)
+    if lower is not None and lower.host is not None:
+        while lower.host.num_free < lower.host.num_pages:
+            lower.host.poll()
+            time.sleep(1e-3)
+    return lower
 
 
 def random_prompt(seed: int, length: int, model: Model) -> Tokens:
     rng = np.random.default_rng(seed)
-    return rng.integers(1000, min(40_000, model.info.vocab_size), length).astype(np.int32)
+    low = min(1000, model.info.vocab_size // 2)
+    return rng.integers(low, min(40_000, model.info.vocab_size), length).astype(np.int32)
 
 
 # -- time to first token ----------------------------------------------------------------------
@@ -154,48 +157,43 @@ def settle(engine: Engine) -> None:
 # -- agents in rotation -----------------------------------------------------------------------
 
 
-def rotation(model: Model, args: argparse.Namespace) -> list[Metric]:
+def rotation(model: Model, folder: Path | None, agents: SimpleNamespace) -> list[Metric]:
     """Every agent's turn k before any agent's turn k + 1; neighbours differ in system prompt."""
-    working_set = args.systems * args.system_tokens + args.agents * args.turns * 64
-    device = working_set // 4
+    turn_tokens = agents.turn_words + agents.out
+    num_requests = agents.sessions * agents.turns
+    working_set = agents.systems * agents.system_words + num_requests * turn_tokens
     took: dict[str, float] = {}
-    hit_rate: dict[str, float] = {}
+    hits: dict[str, float] = {}
     for name, lower in (("without", 0), ("with", working_set)):
-        with tiered_engine(model, args.folder, device, lower, 2 * lower) as engine:
+        with tiered_engine(model, folder, working_set // 4, lower, 2 * lower) as engine:
             started = time.perf_counter()
-            outcomes = run_agents(engine, args)
+            outcomes = run_agents(engine, agents)
             took[name] = time.perf_counter() - started
-        sources = [outcome.usage.sources for outcome in outcomes]
-        hit_rate[name] = share_cached(sources)
-    count = args.agents * args.turns
+        cached = sum(outcome.usage.sources.cached for outcome in outcomes)
+        hits[name] = cached / sum(outcome.usage.prompt_tokens for outcome in outcomes)
     return [
-        Metric("agents: hit rate with tiers", hit_rate["with"] * 100, "%", 85.0, True),
-        Metric("agents: hit rate without", hit_rate["without"] * 100, "%"),
-        Metric("agents: requests/s with tiers", count / took["with"], "1/s", None, True),
-        Metric("agents: requests/s without", count / took["without"], "1/s", None, True),
+        Metric("agents: hit rate with tiers", hits["with"] * 100, "%", 85.0, True),
+        Metric("agents: hit rate without", hits["without"] * 100, "%"),
+        Metric("agents: requests/s with tiers", num_requests / took["with"], "1/s", None, True),
+        Metric("agents: requests/s without", num_requests / took["without"], "1/s", None, True),
         Metric("agents: with tiers / without", took["without"] / took["with"], "x", 2.5, True),
     ]
 
 
-def share_cached(sources: list[Sources]) -> float:
-    total = sum(s.cached + s.computed for s in sources)
-    return sum(s.cached for s in sources) / total
-
-
-def run_agents(engine: Engine, args: argparse.Namespace) -> list[Outcome]:
-    """All requests, in order of agent and turn."""
+def run_agents(engine: Engine, agents: SimpleNamespace) -> list[Outcome]:
+    """All requests, in order of turn and agent, `concurrency` of them at once."""
     model = engine.model
-    systems = [random_prompt(100 + i, args.system_tokens, model) for i in range(args.systems)]
-    histories = [systems[agent % args.systems] for agent in range(args.agents)]
+    systems = [random_prompt(100 + i, agents.system_words, model) for i in range(agents.systems)]
+    histories = [systems[agent % agents.systems] for agent in range(agents.sessions)]
     outcomes: list[Outcome] = []
-    for turn in range(args.turns):
-        for first in range(0, args.agents, args.clients):
-            agents = range(first, min(first + args.clients, args.agents))
-            for agent in agents:
-                question = random_prompt(1000 * (turn + 1) + agent, 32, model)
+    for turn in range(agents.turns):
+        for first in range(0, agents.sessions, agents.concurrency):
+            group = range(first, min(first + agents.concurrency, agents.sessions))
+            for agent in group:
+                question = random_prompt(1000 * (turn + 1) + agent, agents.turn_words, model)
                 histories[agent] = np.concatenate([histories[agent], question])
-            answered = complete(engine, [histories[agent] for agent in agents], greedy(8))
-            for agent, outcome in zip(agents, answered, strict=True):
+            answered = complete(engine, [histories[agent] for agent in group], greedy(agents.out))
+            for agent, outcome in zip(group, answered, strict=True):
                 reply = np.array(outcome.tokens, np.int32)
                 histories[agent] = np.concatenate([histories[agent], reply])
             outcomes += answered

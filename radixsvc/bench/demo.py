@@ -8,35 +8,29 @@ says what each took.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import textwrap
-import time
-from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
 
-from radixsvc.bench.harness import Outcome, complete, greedy, running_engine
+from radixsvc.bench.harness import complete, greedy
 from radixsvc.bench.ledgers import InstantMover, LedgerTier
 from radixsvc.bench.report import format_rows
+from radixsvc.bench.tiered import random_prompt, settle, tiered_engine
 from radixsvc.cache import Lease, Lower, PrefixCache
-from radixsvc.config import load
 from radixsvc.engine import Engine
 from radixsvc.fetch import fetch
 from radixsvc.inspection import format_tree
 from radixsvc.model import load_model
 from radixsvc.request import Tokens
-from radixsvc.startup import build_lower
-from tiers.base import LEDGER_BYTES
-from tiers.device import DeviceTier
 from tiers.mover import Mover
 
 NAMESPACE = "demo"
 PAGE_SIZE = 4
 DEVICE_PAGES = 10
 HOST_PAGES = 6
-DISK_SLOT_BYTES = 8192  # of headers and rounding beside a page, at most
+MOST_WORDS = 9  # of an edge in a picture
 
 KIND = "you are a kind and patient helper"
 TREES = f"{KIND} . what is a radix tree ?"
@@ -78,7 +72,11 @@ class SmallTree:
         return np.array([self._vocabulary.index(word) for word in text.split()], np.int32)
 
     def words(self, run: bytes) -> str:
-        return " ".join(self._vocabulary[token] for token in np.frombuffer(run, np.int32))
+        """An edge's words; of many the first and the last ones."""
+        words = [self._vocabulary[token] for token in np.frombuffer(run, np.int32)]
+        if len(words) > MOST_WORDS:
+            words[3:-3] = ["..."]
+        return " ".join(words)
 
     def take(self, text: str) -> Lease:
         """A lease of a prompt, all of it loaded or computed, and committed."""
@@ -93,7 +91,8 @@ class SmallTree:
 
     def picture(self) -> None:
         """The tree and the pages of both tiers."""
-        self.cache.poll()
+        while self.cache.is_moving:
+            self.cache.poll()
         self.cache.check()
         lines = [format_tree(self.cache.tree, label=self.words)]
         for name, tier in (("device", self.cache.device), ("host", self.host)):
@@ -105,7 +104,8 @@ class SmallTree:
         """All steps in order."""
         print(
             f"A tree of words, {PAGE_SIZE} to a page, {DEVICE_PAGES} pages on the device, "
-            f"{HOST_PAGES} on the host\n"
+            f"{HOST_PAGES} on the host.\nAn edge tells its pages on each tier, the running "
+            "requests that hold it (refs)\nand when it was last used, by the tree's clock.\n"
         )
         self._prefix_match()
         self._edge_split()
@@ -157,8 +157,9 @@ class SmallTree:
         step(
             5,
             "Demotion",
-            "A stranger needs pages. The least recently used leaf goes to the host, from its "
-            "tail, page by page; the part that others share stays.",
+            "A stranger needs pages. The least recently used leaf goes from the device, its tail "
+            "first, page by page; the part that others share stays. The coldest pages are copied "
+            "to the host before their room is needed.",
         )
         lease.release()
         self.picture()
@@ -190,87 +191,63 @@ class SmallTree:
 
 def step(number: int, title: str, text: str) -> None:
     print(f"{number}. {title}")
-    print(textwrap.indent(textwrap.fill(text, 90), "   ") + "\n")
+    print(textwrap.indent(textwrap.fill(text, 76), "   ") + "\n")
 
 
 # -- on the model -----------------------------------------------------------------------------
 
 
 def on_the_model(name: str | None, num_tokens: int) -> None:
-    """The same moves on a model with three tiers, each with its times."""
+    """The same moves on a model with three tiers, which promote always, each with its times."""
     model = load_model(fetch(name), None, torch.device("cpu"))
     print(
-        f"The same on {model.info.name}: prompts of {num_tokens} tokens, 8 tokens generated; the "
-        f"device holds {2 * num_tokens} tokens, the host as many, the disk twice that\n"
+        f"The same on {model.info.name}: prompts of {num_tokens} tokens, 8 generated;\n"
+        f"device and host hold {2 * num_tokens} tokens each, the disk twice that\n"
     )
-    rng = np.random.default_rng(0)
     rows: list[tuple[str, ...]] = [
-        ("", "prompt", "device", "host", "disk", "computed", "first token", "all")
+        ("", "prompt", "device", "host", "disk", "computed", "first token")
     ]
 
-    def make(length: int) -> Tokens:
-        return rng.integers(100, model.info.vocab_size, length).astype(np.int32)
-
-    def ask(title: str, engine: Engine, *prompts: Tokens) -> list[Outcome]:
+    def ask(title: str, engine: Engine, *prompts: Tokens) -> list[int]:
         outcomes = complete(engine, prompts, greedy(8), NAMESPACE)
-        rows.extend(row(title, outcome) for outcome in outcomes)
+        for outcome in outcomes:
+            found = outcome.usage.sources
+            counts = (
+                outcome.usage.prompt_tokens,
+                found.device,
+                found.host,
+                found.disk,
+                found.computed,
+            )
+            first = f"{1000 * outcome.first_token:,.1f} ms"
+            rows.append((title, *(f"{n:,}" for n in counts), first))
         settle(engine)
-        return outcomes
+        return outcomes[0].tokens
 
-    first = make(num_tokens)
+    def draw(title: str, engine: Engine) -> None:
+        drawn = engine.call(lambda cache: cache.format_tree()).result()
+        print(f"{title}:\n{textwrap.indent(drawn, '    ')}\n")
+
+    first, end = random_prompt(0, num_tokens, model), random_prompt(1, 20, model)
+    strangers = (random_prompt(seed, num_tokens, model) for seed in range(2, 8))
+    size = 2 * num_tokens
     with (
-        tempfile.TemporaryDirectory() as folder,
         torch.inference_mode(),
-        running_engine(
-            model, 2 * num_tokens, build_lower=partial(lower_tiers, folder, num_tokens)
-        ) as engine,
+        tiered_engine(model, None, size, size, 2 * size, "always") as engine,
     ):
-        [cold] = ask("cold", engine, first)
-        turn = np.concatenate([first, np.array(cold.tokens, np.int32), make(20)])
+        reply = ask("cold", engine, first)
+        turn = np.concatenate([first, np.array(reply, np.int32), end])
         ask("follow-up turn", engine, turn)
-        branch = np.concatenate([first[: num_tokens * 3 // 4 + 1], make(20)])
+        branch = np.concatenate([first[: num_tokens * 3 // 4 + 1], end])
         ask("branch in mid-edge", engine, branch)
         ask("two at once", engine, turn, branch)
-        print(drawn_tree("The tree after these", engine))
-        ask("a stranger, who demotes", engine, make(num_tokens))
-        ask("another stranger", engine, make(num_tokens))
-        print(drawn_tree("After two strangers", engine))
-        ask("the first turn again", engine, turn)
-        for _ in range(4):
-            ask("more strangers", engine, make(num_tokens))
-        print(drawn_tree("After four more", engine))
-        ask("the first turn again", engine, turn)
+        draw("The tree after these", engine)
+        for _ in range(2):
+            ask("stranger", engine, next(strangers))
+        draw("After two strangers", engine)
+        ask("follow-up again", engine, turn)
+        for stranger in strangers:
+            ask("stranger", engine, stranger)
+        draw("After four more", engine)
+        ask("follow-up again", engine, turn)
     print(format_rows(rows))
-
-
-def lower_tiers(folder: str, num_tokens: int, device: DeviceTier) -> Lower | None:
-    """A host tier and a disk tier in `folder`. They promote always, whatever it costs here."""
-    num_pages = -(-2 * num_tokens // device.shape.page_size)
-    loaded = load(
-        sets=[
-            f"tiers.host.size={num_pages * (device.page_bytes + LEDGER_BYTES)}B",
-            f"tiers.disk.size={2 * num_pages * (device.page_bytes + DISK_SLOT_BYTES)}B",
-            f"tiers.disk.path={folder}",
-            "tiers.promote=always",
-        ]
-    )
-    return build_lower(loaded.config, device, bytes(32))
-
-
-def settle(engine: Engine) -> None:
-    """Wait for copies in the background, so that every run shows the same."""
-    while engine.call(lambda cache: cache.is_moving).result():
-        time.sleep(0.001)
-
-
-def row(title: str, outcome: Outcome) -> tuple[str, ...]:
-    usage = outcome.usage
-    found = usage.sources
-    counts = (usage.prompt_tokens, found.device, found.host, found.disk, found.computed)
-    times = (outcome.first_token, outcome.total)
-    return (title, *(f"{n:,}" for n in counts), *(f"{1000 * t:,.1f} ms" for t in times))
-
-
-def drawn_tree(title: str, engine: Engine) -> str:
-    drawn = engine.call(lambda cache: cache.format_tree()).result()
-    return f"{title}:\n{textwrap.indent(drawn, '    ')}\n"

@@ -6,7 +6,7 @@
  *     run = [4 KiB block 0][block 1][block 2][block 3] [4][5][6][7] ... rest
  *           line 0 of 0, 1, 2, 3, then line 1 of 0, 1, 2, 3, ...
  */
-#include "kernels.h"
+#include "crc32c.h"
 
 #include <string.h>
 
@@ -42,7 +42,16 @@ static int64_t stream_blocks(char *dst, const char *src, int64_t nbytes) {
 
 enum { STREAM_FROM = 8 << 20 }; /* bytes of a call; fewer are likely to be read from a cache soon */
 
-const char *rx_copy_cpu(const struct rx_copy *c) {
+static const char *sum_pages(const struct rx_copy *c, uint32_t *crcs) {
+    const struct rx_crc32c how = rx_crc32c_of(c->nbytes);
+    for (int64_t i = 0; i < c->num_pages; i++)
+        crcs[i] = rx_crc32c(&how, c->dst ? c->dst + c->dst_ids[i] * c->dst_stride : NULL,
+                            c->src + c->src_ids[i] * c->src_stride);
+    return NULL;
+}
+
+const char *rx_copy_cpu(const struct rx_copy *c, uint32_t *crcs) {
+    if (crcs) return sum_pages(c, crcs);
     const int whole = c->nbytes == c->src_stride && c->nbytes == c->dst_stride;
     const int large = c->num_pages * c->nbytes >= STREAM_FROM;
     for (int64_t i = 0; i < c->num_pages;) {
@@ -50,8 +59,8 @@ const char *rx_copy_cpu(const struct rx_copy *c) {
         while (whole && i + n < c->num_pages && c->src_ids[i + n] == c->src_ids[i] + n &&
                c->dst_ids[i + n] == c->dst_ids[i] + n)
             n++;
-        char *dst = c->dst + c->dst_ids[i] * c->dst_stride + c->dst_offset;
-        const char *src = c->src + c->src_ids[i] * c->src_stride + c->src_offset;
+        char *dst = c->dst + c->dst_ids[i] * c->dst_stride;
+        const char *src = c->src + c->src_ids[i] * c->src_stride;
         const int64_t nbytes = n * c->nbytes;
         const int64_t done = large && (uintptr_t)dst % 16 == 0 ? stream_blocks(dst, src, nbytes) : 0;
         memcpy(dst + done, src + done, (size_t)(nbytes - done));

@@ -80,7 +80,8 @@ struct rx_copy {
 };
 
 const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch *batch);
-const char *rx_copy_cpu(const struct rx_copy *copy);
+/* Whole pages: no offsets. The CRC32C of each goes to `crcs` unless that is NULL; then dst may be. */
+const char *rx_copy_cpu(const struct rx_copy *copy, uint32_t *crcs);
 const char *rx_cpu_isa(void); /* the instruction set in use: "plain", "avx2", "avx512", "amx" */
 const char *rx_select_isa(const char *name); /* "": the best there is */
 

@@ -74,10 +74,11 @@ static PyObject *copy_pages(PyObject *self, PyObject *const *args, Py_ssize_t na
     copy.dst_ids = take_pointer(&a);
     copy.num_pages = take_int(&a);
     copy.nbytes = take_int(&a);
+    uint32_t *crcs = take_pointer(&a);
     if (!finish(&a)) return NULL;
     const char *error;
     Py_BEGIN_ALLOW_THREADS
-    error = rx_copy_cpu(&copy);
+    error = rx_copy_cpu(&copy, crcs);
     Py_END_ALLOW_THREADS
     return result(error);
 }

@@ -13,8 +13,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from tiers import _kernels
-from tiers.base import PageView
+from tiers.base import Checksums, PageView
+from tiers.copy import checksums, copy_pages
 
 
 class Event:
@@ -58,8 +58,8 @@ class SimulatedStream:
 
     def copy(self, source: PageView, target: PageView) -> None:
         for i in range(len(source.pages)):
-            one = source.pages[i : i + 1].copy(), target.pages[i : i + 1].copy()
-            self.call(lambda one=one: copy_page(source, one[0], target, one[1]))
+            views = [v._replace(pages=v.pages[i : i + 1].copy()) for v in (source, target)]
+            self.call(lambda views=views: copy_pages(*views))
 
     def record(self) -> Event:
         event = Event()
@@ -76,12 +76,13 @@ class SimulatedStream:
         while not event.reached:
             self.machine.step()
 
-    def copy_now(self, source: PageView, target: PageView, after: Event) -> None:
+    def copy_now(self, source: PageView, target: PageView, after: Event) -> Checksums:
         with self.machine.lock:
             self.wait(after)
             self.copy(source, target)
             done = self.record()
         self.synchronize(done)
+        return checksums(target)
 
     def elapsed(self, start: Event, end: Event) -> float:
         return 1e-6
@@ -91,16 +92,3 @@ class SimulatedStream:
 
     def close(self) -> None:
         self.machine.run()
-
-
-def copy_page(source: PageView, from_id, target: PageView, to_id) -> None:
-    _kernels.copy_pages(
-        source.base,
-        source.stride,
-        from_id.ctypes.data,
-        target.base,
-        target.stride,
-        to_id.ctypes.data,
-        1,
-        source.nbytes,
-    )

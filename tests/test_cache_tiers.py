@@ -38,9 +38,8 @@ class Rig:
         limit = disk * 8192 + 8192
         self.disk = DiskTier(folder, SHAPE.nbytes, limit, b"w" * 32, 100) if disk else None
         memory = [self.device, self.host] if self.host else [self.device]
-        stores = [self.disk] if self.disk else []
         streams = CpuStream(), demote or CpuStream()
-        self.mover = Mover(memory, stores, *streams, compute_fence(CPU))
+        self.mover = Mover(memory, self.disk, *streams, compute_fence(CPU))
         self.cache = PrefixCache(
             self.device, 4, lower=Lower(self.mover, self.host, self.disk, b"w" * 32, policy)
         )

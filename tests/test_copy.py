@@ -5,13 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
 from simulated_copies import Machine
 
+from tiers import _kernels
 from tiers.base import PageView
-from tiers.copy import CopyFailed, CopyStream, CpuStream, compute_fence, merge_runs
+from tiers.copy import (
+    CopyFailed,
+    CopyStream,
+    CpuStream,
+    checksums,
+    compute_fence,
+    merge_runs,
+    row_checksums,
+)
 from tiers.page import PageIds
 
 CPU = torch.device("cpu")
@@ -116,14 +126,37 @@ def test_a_stream_that_broke_says_so_at_every_question() -> None:
     stream.close()
 
 
-def test_views_that_do_not_match_are_refused() -> None:
+def test_copies_that_make_no_sense_are_refused() -> None:
     stream = CpuStream()
     memory = np.zeros((4, 8), np.uint8)
-    with pytest.raises(ValueError):
-        stream.copy(view(memory, ids(0, 1)), view(memory, ids(2)))
-    with pytest.raises(ValueError):
-        stream.copy(view(memory, ids(0)), view(memory, ids(2), 4))
+    wrong = [
+        (view(memory, ids(0, 1)), view(memory, ids(2))),
+        (view(memory, ids(0)), view(memory, ids(2), 4)),
+        (view(memory, ids(0, 1)), view(memory, ids(1, 2))),  # page 1 is read and written
+    ]
+    for source, target in wrong:
+        with pytest.raises(ValueError):
+            stream.copy(source, target)
+        with pytest.raises(ValueError):
+            stream.copy_now(source, target, compute_fence(CPU)())
     stream.close()
+
+
+@pytest.mark.parametrize("isa", ["", "plain"])
+def test_checksums_are_crc32c_and_what_was_summed_was_copied(isa: str) -> None:
+    rng = np.random.default_rng(0)
+    _kernels.select_isa(isa)
+    try:
+        for nbytes in [*range(1, 60), 4095, 4096, 100_001]:
+            pages = rng.integers(0, 256, (3, nbytes), np.uint8)
+            expected = [google_crc32c.value(page.tobytes()) for page in pages]
+            copies = np.zeros((3, nbytes + 5), np.uint8)[:, :nbytes]
+            crcs = checksums(view(pages, ids(2, 0, 1)), view(copies, ids(0, 1, 2), nbytes))
+            assert crcs.tolist() == [expected[i] for i in (2, 0, 1)]
+            assert (copies == pages[[2, 0, 1]]).all()
+            assert row_checksums(copies).tolist() == crcs.tolist()
+    finally:
+        _kernels.select_isa("")
 
 
 def test_neighbours_on_both_sides_are_one_run() -> None:

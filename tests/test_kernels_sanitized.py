@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ["threads.c", "copy_cpu.c", *(f"attention_{x}.c" for x in
+SOURCES = ["threads.c", "copy_cpu.c", "crc32c.c", *(f"attention_{x}.c" for x in
            ("cpu", "plain", "avx2", "avx512", "amx"))]  # fmt: skip
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from known_model import EngineUnderTest, expected
 
@@ -22,10 +23,10 @@ from radixsvc.cache import Lower, namespace_key
 from radixsvc.request import FinishReason
 from radixsvc.residency import TierPolicy
 from radixsvc.stream import TokenChunk
-from tiers.base import Bytes2D, Chain, Mask, Record, Tier
+from tiers.base import Bytes2D, Chain, Checksums, Mask, Record, Tier
 from tiers.copy import CpuStream, compute_fence
 from tiers.device import DeviceTier
-from tiers.disk import DiskTier
+from tiers.disk import NO_CHECKSUM, DiskTier
 from tiers.host import HostTier
 from tiers.mover import Mover, Ticket
 from tiers.page import PageIds
@@ -52,27 +53,29 @@ class FaultyDisk(DiskTier):
         return fails
 
     def write(
-        self, pages: PageIds, records: Sequence[Record], batch: Bytes2D, generation: int
-    ) -> Mask:
-        ok = super().write(pages, records, batch, generation)
+        self, pages: PageIds, records: Sequence[Record], batch: Bytes2D, page_crcs: Checksums,
+        generation: int,
+    ) -> Mask:  # fmt: skip
+        ok = super().write(pages, records, batch, page_crcs, generation)
         for i, page in enumerate(pages.tolist()):
             if self.fails("write", 0.02):
                 ok[i] = False
             elif self.fails("rot", 0.02):
                 segment, slot = divmod(page, self._slots)
                 at = slot * SLOT_BYTES + self.payload_offset + self.rng.randrange(self.page_bytes)
-                with self._path(segment).open("r+b") as file:
+                with (self._folder / f"segment-{segment:06}.kv").open("r+b") as file:
                     file.seek(at)
                     [byte] = file.read(1)
                     file.seek(at)
                     file.write(bytes([byte ^ 1 << self.rng.randrange(8)]))
         return ok
 
-    def read(self, pages: PageIds, batch: Bytes2D) -> Mask:
-        ok = super().read(pages, batch)
+    def read(self, pages: PageIds, batch: Bytes2D) -> npt.NDArray[np.int64]:
+        crcs = super().read(pages, batch)
         for i in range(len(pages)):
-            ok[i] &= not self.fails("read", 0.2)  # few are read: a short run is to meet some
-        return ok
+            if self.fails("read", 0.2):  # few are read: a short run is to meet some
+                crcs[i] = NO_CHECKSUM
+        return crcs
 
 
 class FaultyMover(Mover):
@@ -82,18 +85,18 @@ class FaultyMover(Mover):
 
     def submit(
         self, source: Tier, source_pages: PageIds, target: Tier, target_pages: PageIds,
-        chain: Chain | None = None, deadline_s: float | None = None,
+        chain: Chain | None = None,
     ) -> Ticket | None:  # fmt: skip
         if self.rng.random() < 0.03:
             return None
-        return super().submit(source, source_pages, target, target_pages, chain, deadline_s)
+        return super().submit(source, source_pages, target, target_pages, chain)
 
 
 def faulty_tiers(folder: Path, seed: int, write: str, device: DeviceTier) -> Lower:
     host = HostTier(device.page_bytes, HOST_PAGES)
     disk = FaultyDisk(folder, device.page_bytes, random.Random(seed))
     streams = CpuStream("promote"), CpuStream("demote")
-    mover = FaultyMover([device, host], [disk], *streams, compute_fence(device.device))
+    mover = FaultyMover([device, host], disk, *streams, compute_fence(device.device))
     mover.rng = random.Random(seed)
     policy = TierPolicy(write=write, through_after=1, disk_after=1, promote="always")  # type: ignore
     return Lower(mover, host, disk, WEIGHTS, policy)

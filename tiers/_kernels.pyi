@@ -67,11 +67,13 @@ def copy_pages(
     dst_ids: int,
     num_pages: int,
     nbytes: int,
+    crcs: int,
     /,
 ) -> None:
     """Copy the first `nbytes` of host page `src_ids[i]` onto page `dst_ids[i]`, for all i.
 
-    Strides in bytes; ids are addresses of int32 arrays. The GIL is released.
+    Strides in bytes; ids are addresses of int32 arrays. The pages' CRC32C go to the uint32 array at
+    `crcs`, unless that is 0; then `dst` may be 0: nothing is copied. The GIL is released.
     """
 
 # Where `build_info()["cuda_archs"]` is not empty:

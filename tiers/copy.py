@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tiers import _kernels
-from tiers.base import PageView, Pinning
+from tiers.base import Bytes2D, Checksums, PageView, Pinning
 
 KERNEL_BLOCKS = 16  # enough to keep a bus busy, and few beside the computation
 
@@ -52,10 +52,10 @@ class CopyStream(Protocol):
     def synchronize(self, event: Any) -> None:
         """Block the calling thread until `query(event)`."""
 
-    def copy_now(self, source: PageView, target: PageView, after: Any) -> None:
-        """Copy once the event `after` is reached, and block the calling thread until it is done.
+    def copy_now(self, source: PageView, target: PageView, after: Any) -> Checksums:
+        """Copy once the event `after` is reached, and block until it is done: each page's CRC32C.
 
-        Not ordered with what is enqueued.
+        Not ordered with what is enqueued. One side is host memory.
         """
 
     def elapsed(self, start: Any, end: Any) -> float:
@@ -65,6 +65,48 @@ class CopyStream(Protocol):
         """Learn, on pages nobody uses, which way of copying such pages is the quicker one."""
 
     def close(self) -> None: ...
+
+
+def copy_pages(source: PageView, target: PageView) -> None:
+    """Copy in host memory, on the calling thread. The GIL is released."""
+    _copy_on_cpu(source, target, None)
+
+
+def checksums(source: PageView, target: PageView | None = None) -> Checksums:
+    """CRC32C of each page in host memory, copied to `target` on the way. The GIL is released."""
+    crcs = np.empty(len(source.pages), np.uint32)
+    _copy_on_cpu(source, target, crcs)
+    return crcs
+
+
+def row_checksums(rows: Bytes2D) -> Checksums:
+    """CRC32C of each row of [n, nbytes]; a row's bytes lie together."""
+    ids = np.arange(len(rows), dtype=np.int32)
+    return checksums(PageView(rows.ctypes.data, rows.strides[0], rows.shape[1], ids))
+
+
+def _copy_on_cpu(source: PageView, target: PageView | None, crcs: Checksums | None) -> None:
+    from_ids = np.ascontiguousarray(source.pages)
+    to_ids = from_ids if target is None else np.ascontiguousarray(target.pages)
+    _kernels.copy_pages(
+        source.base,
+        source.stride,
+        from_ids.ctypes.data,
+        0 if target is None else target.base,
+        0 if target is None else target.stride,
+        to_ids.ctypes.data,
+        len(from_ids),
+        source.nbytes,
+        0 if crcs is None else crcs.ctypes.data,
+    )
+
+
+def _check_pair(source: PageView, target: PageView) -> None:
+    """ValueError for a copy whose result would depend on the order in which pages are copied."""
+    if source.nbytes != target.nbytes or len(source.pages) != len(target.pages):
+        raise ValueError("source and target differ in page bytes or in number of pages")
+    if source.base == target.base and np.isin(source.pages, target.pages).any():
+        raise ValueError("a page is both read and written")
 
 
 class Runs(NamedTuple):
@@ -117,8 +159,7 @@ class CpuStream:
         self._thread.start()
 
     def copy(self, source: PageView, target: PageView) -> None:
-        if source.nbytes != target.nbytes or len(source.pages) != len(target.pages):
-            raise ValueError("source and target differ in page bytes or in number of pages")
+        _check_pair(source, target)
         self._ops.put(lambda: self._copy(source, target))
 
     def record(self) -> _Event:
@@ -136,9 +177,10 @@ class CpuStream:
         while not self._came_to(event):
             event.reached.wait(0.1)
 
-    def copy_now(self, source: PageView, target: PageView, after: _Event) -> None:
+    def copy_now(self, source: PageView, target: PageView, after: _Event) -> Checksums:
+        _check_pair(source, target)
         after.reached.wait()
-        self._copy(source, target)  # the caller's thread is as good as the stream's
+        return checksums(source, target)  # the caller's thread is as good as the stream's
 
     def elapsed(self, start: _Event, end: _Event) -> float:
         return end.time - start.time
@@ -167,17 +209,7 @@ class CpuStream:
         """Make the thread ready."""
 
     def _copy(self, source: PageView, target: PageView) -> None:
-        from_ids, to_ids = np.ascontiguousarray(source.pages), np.ascontiguousarray(target.pages)
-        _kernels.copy_pages(
-            source.base,
-            source.stride,
-            from_ids.ctypes.data,
-            target.base,
-            target.stride,
-            to_ids.ctypes.data,
-            len(from_ids),
-            source.nbytes,
-        )
+        copy_pages(source, target)
 
     def _reach(self, event: _Event) -> None:
         event.time = time.perf_counter()
@@ -213,10 +245,13 @@ class CudaStream(CpuStream):
         super().synchronize(event)
         event.cuda.sync()
 
-    def copy_now(self, source: PageView, target: PageView, after: _Event) -> None:
+    def copy_now(self, source: PageView, target: PageView, after: _Event) -> Checksums:
+        if not source.on_gpu and not target.on_gpu:  # nothing the device's events would guard
+            return super().copy_now(source, target, after)
         self.wait(after)
         self.copy(source, target)
         self.synchronize(self.record())
+        return checksums(target if source.on_gpu else source)
 
     def elapsed(self, start: _Event, end: _Event) -> float:
         return float(end.cuda - start.cuda) / 1e3

@@ -5,7 +5,8 @@ system allows it. Nothing is synced: what the system lost when the power failed 
 checksums, and a killed process loses nothing that was written.
 
 A tier that can't write (full, read-only, gone) switches itself off and says why; what it holds
-stays readable. One folder belongs to one process at a time.
+stays readable, a file deleted under it too, until the process ends. One folder belongs to one
+process at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import fcntl
 import logging
 import mmap
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,27 +23,33 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tiers.base import (
     LEDGER_BYTES,
     Bytes2D,
+    Checksums,
     Footprint,
     Mask,
     Pinning,
     Record,
     StoredPage,
+    Tier,
     TierError,
 )
-from tiers.page import PageIds, PageLedger
+from tiers.page import PageIds
 from tiers.record import (
     BLOCK,
-    Header,
+    VERSION,
     Manifest,
-    decode_header,
-    encode_header,
+    Ours,
+    are_ours,
+    digests_of,
+    fields,
     header_bytes,
-    page_crc,
+    read_record,
     round_up,
+    write_headers,
 )
 
 log = logging.getLogger(__name__)
@@ -52,18 +58,21 @@ SEGMENT_BYTES = 1 << 30
 MOST_SEGMENTS = 256  # of a new tier; each is an open file
 DIGEST_BYTES = 32
 SCAN_THREADS = 8
+SCAN_PAGES = 256  # at a time
+NO_CHECKSUM = -1
 
 
-class DiskTier(PageLedger):
+class DiskTier(Tier):
     """As many pages of `page_bytes` as fit `limit_bytes` of disk under `folder`.
 
     `fingerprint` (32 bytes) names all that a page's bytes depend on beside its tokens; records of
     another one are not seen. `max_blob_bytes` is the most that is stored beside a page. Pages
     found at start are READY, and `take_recovered` hands them to their owner.
     Raises TierError where another process has the folder.
-    """
 
-    name = "disk"
+    `staging`, `write` and `read` are for the mover's workers. A batch is `n` slots in staging
+    memory, [n, slot_bytes] uint8, each with its page's bytes at `payload_offset`.
+    """
 
     def __init__(
         self,
@@ -75,19 +84,16 @@ class DiskTier(PageLedger):
         pinning: Pinning | None = None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        self.page_bytes = page_bytes
         self.payload_offset = header_bytes(max_blob_bytes)
         self.slot_bytes = self.payload_offset + round_up(page_bytes)
         self.counters: Counter[str] = Counter()
         self.off_reason: str | None = None
-        self.staging_is_pinned = True
+        self.staging_is_pinned = True  # also where there is no GPU to pin it for
         self.generation = 0
         self._folder = folder
         self._fingerprint = fingerprint
         self._pinning = pinning
-        self._lock = threading.Lock()
-        self._files: dict[int, int] = {}
-        self._lost_files: list[int] = []  # deleted under us; someone may still be reading them
+        self._files: list[int] = []
         self._staging: list[Bytes2D] = []
         self._lock_file = -1
         num_pages = max(0, limit_bytes - 2 * BLOCK) // self.slot_bytes
@@ -98,7 +104,7 @@ class DiskTier(PageLedger):
         except OSError as error:
             self._switch_off(error)
             num_pages = 0
-        super().__init__(num_pages)
+        super().__init__("disk", num_pages, page_bytes)
         self._digests = np.zeros((num_pages, DIGEST_BYTES), np.uint8)
         self._recovered = self._scan()
 
@@ -118,52 +124,55 @@ class DiskTier(PageLedger):
         if self._pinning is not None and not self._pinning.pin(memory.ctypes.data, memory.nbytes):
             self.staging_is_pinned = False
             log.warning("disk tier: page-locking its staging memory was refused; copies are slower")
-        batch = memory.reshape(n, self.slot_bytes)
-        with self._lock:
-            self._staging.append(batch)
+        self._staging.append(batch := memory.reshape(n, self.slot_bytes))
         return batch
 
     def write(
-        self, pages: PageIds, records: Sequence[Record], batch: Bytes2D, generation: int
+        self,
+        pages: PageIds,
+        records: Sequence[Record],
+        batch: Bytes2D,
+        page_crcs: Checksums,
+        generation: int,
     ) -> Mask:
-        """Write records, their page bytes already in `batch`; which pages are wholly written."""
+        """Write records, their page bytes already in `batch`; which pages are wholly written.
+
+        Never raises OSError.
+        """
         ok = np.zeros(len(pages), np.bool_)
         if not self.writable:
             return ok
-        for slot, record in zip(batch, records, strict=True):
-            crc = page_crc(slot[self.payload_offset : self.payload_offset + self.page_bytes])
-            header = Header(generation, self.page_bytes, crc, self._fingerprint, record)
-            encode_header(slot[: self.payload_offset], header)
+        ours = self._ours._replace(generation=generation)
+        write_headers(batch[:, : self.payload_offset], ours, page_crcs, records)
         for lo, hi, segment, offset in self._runs(pages):
             data = batch[lo:hi]
             try:
-                if os.pwrite(self._file(segment, create=True), data.data, offset) != data.nbytes:
+                if os.pwrite(self._files[segment], data.data, offset) != data.nbytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 self._switch_off(error)
                 break
-            digests = b"".join(record.digest for record in records[lo:hi])
-            self._digests[pages[lo:hi]] = np.frombuffer(digests, np.uint8).reshape(hi - lo, -1)
             ok[lo:hi] = True
-        self._count("written", int(ok.sum()))
+        self._digests[pages[ok]] = digests_of(records)[ok]
         return ok
 
-    def read(self, pages: PageIds, batch: Bytes2D) -> Mask:
-        """Read records into `batch` and verify them; which pages are what was stored there."""
+    def read(self, pages: PageIds, batch: Bytes2D) -> npt.NDArray[np.int64]:
+        """Read records into `batch`: the CRC32C that each one's page must have to be trusted.
+
+        NO_CHECKSUM for a page whose record isn't what was stored there. Never raises OSError.
+        """
         ok = np.zeros(len(pages), np.bool_)
         for lo, hi, segment, offset in self._runs(pages):
-            data = batch[lo:hi]
             try:
-                got = os.preadv(self._file(segment, create=False), [data.data], offset)
+                got = os.preadv(self._files[segment], [batch[lo:hi].data], offset)
             except OSError as error:
-                self._count("read_errors", hi - lo)
                 log.warning("disk tier: reading failed: %s", error)
                 continue
-            for i in range(lo, min(hi, lo + got // self.slot_bytes)):
-                ok[i] = self._is_as_stored(int(pages[i]), batch[i])
-        self._count("read", int(ok.sum()))
-        self._count("bad", int((~ok).sum()))
-        return ok
+            ok[lo : min(hi, lo + got // self.slot_bytes)] = True
+        headers = batch[:, : self.payload_offset]
+        ok &= are_ours(headers, self._ours)
+        ok &= (fields(headers)["digest"] == self._digests[pages]).all(1)
+        return np.where(ok, fields(headers)["page_crc"].astype(np.int64), NO_CHECKSUM)
 
     def flush(self) -> None:
         """Void all that is stored. Raises TierError where that won't outlast a restart."""
@@ -176,9 +185,6 @@ class DiskTier(PageLedger):
                 "files before the next start"
             ) from error
 
-    def poll(self) -> None:
-        """Nothing becomes ready in the background."""
-
     def footprint(self) -> Footprint:
         """Files, and in host memory the ledger, the digests and the staging memory."""
         host = self.num_pages * (LEDGER_BYTES + DIGEST_BYTES)
@@ -190,26 +196,14 @@ class DiskTier(PageLedger):
         if self._pinning is not None and self.staging_is_pinned:
             for batch in self._staging:
                 self._pinning.unpin(batch.ctypes.data)
-        for file in [*self._files.values(), *self._lost_files, self._lock_file]:
+        for file in [*self._files, self._lock_file]:
             if file >= 0:
                 os.close(file)
-        self._files.clear()
-        self._lost_files.clear()
-        self._lock_file = -1
+        self._files, self._lock_file = [], -1
 
-    def _is_as_stored(self, page: int, slot: Bytes2D) -> bool:
-        header = decode_header(slot[: self.payload_offset])
-        return (
-            header is not None
-            and header.record.digest == self._digests[page].tobytes()
-            and self._is_ours(header)
-            and header.page_crc
-            == page_crc(slot[self.payload_offset : self.payload_offset + self.page_bytes])
-        )
-
-    def _is_ours(self, header: Header) -> bool:
-        ours = (self.generation, self.page_bytes, self._fingerprint)
-        return ours == (header.generation, header.page_bytes, header.fingerprint)
+    @property
+    def _ours(self) -> Ours:
+        return Ours(self.generation, self.page_bytes, self._fingerprint)
 
     def _runs(self, pages: PageIds) -> Iterator[tuple[int, int, int, int]]:
         """(lo, hi, segment, offset): pages[lo:hi] are neighbours there, one call reads them."""
@@ -220,16 +214,10 @@ class DiskTier(PageLedger):
                 yield lo, hi, segment, slot * self.slot_bytes
                 lo = hi
 
-    def _count(self, name: str, n: int) -> None:
-        with self._lock:
-            self.counters[name] += n
-
     def _switch_off(self, error: OSError) -> None:
-        with self._lock:
-            if self.off_reason is None:
-                self.off_reason = f"{error.strerror or error} ({self._folder})"
-                self.counters["switched_off"] += 1
-                log.error("disk tier: takes no more pages: %s", self.off_reason)
+        if self.off_reason is None:
+            self.off_reason = f"{error.strerror or error} ({self._folder})"
+            log.error("disk tier: takes no more pages: %s", self.off_reason)
 
     # Files
 
@@ -246,13 +234,13 @@ class DiskTier(PageLedger):
             ) from error
         self._read_manifest(num_pages)
         num_segments = -(-num_pages // self._slots)
-        for path in self._folder.glob("segment-*.kv"):
-            if path.name not in {self._path(i).name for i in range(num_segments)}:
-                path.unlink()  # the limit is less than it was
-        for segment in range(num_segments):
+        wanted = [self._folder / f"segment-{segment:06}.kv" for segment in range(num_segments)]
+        for path in set(self._folder.glob("segment-*.kv")) - set(wanted):
+            path.unlink()  # the limit is less than it was
+        for segment, path in enumerate(wanted):
             slots = min(self._slots, num_pages - segment * self._slots)
             try:
-                self._files[segment] = self._open_segment(segment, slots * self.slot_bytes)
+                self._files.append(_open_segment(path, slots * self.slot_bytes))
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not segment:
                     raise
@@ -261,6 +249,7 @@ class DiskTier(PageLedger):
         return num_pages
 
     def _read_manifest(self, num_pages: int) -> None:
+        """Take over generation and layout of what is there, or begin anew."""
         path = self._folder / "manifest"
         found = Manifest.decode(path.read_bytes()) if path.exists() else None
         if (
@@ -276,61 +265,21 @@ class DiskTier(PageLedger):
             self.generation, self._slots = found.generation, found.slots_per_segment
 
     def _write_manifest(self) -> None:
-        manifest = Manifest(self.generation, self.slot_bytes, self.payload_offset, self._slots)
+        layout = self.slot_bytes, self.payload_offset, self._slots
         temporary = self._folder / "manifest.new"
         with open(temporary, "wb") as file:
-            file.write(manifest.encode())
+            file.write(Manifest(VERSION, self.generation, *layout).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._folder / "manifest")
-
-    def _path(self, segment: int) -> Path:
-        return self._folder / f"segment-{segment:06}.kv"
-
-    def _open_segment(self, segment: int, nbytes: int) -> int:
-        path = self._path(segment)
-        is_new = not path.exists()
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        try:
-            file = os.open(path, flags | os.O_DIRECT, 0o600)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            file = os.open(path, flags, 0o600)  # a file system without direct I/O
-        try:
-            os.ftruncate(file, nbytes)
-            os.posix_fallocate(file, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                os.close(file)
-                if is_new:
-                    path.unlink()
-                raise
-        return file
-
-    def _file(self, segment: int, create: bool) -> int:
-        """The segment's file; one that was deleted is let go of, and made anew for a write."""
-        with self._lock:
-            file = self._files.get(segment)
-            if file is not None and not os.fstat(file).st_nlink:
-                log.warning("disk tier: %s was deleted", self._path(segment))
-                self.counters["segments_lost"] += 1
-                self._lost_files.append(self._files.pop(segment))
-                file = None
-            if file is None and create:
-                slots = min(self._slots, self.num_pages - segment * self._slots)
-                file = self._files[segment] = self._open_segment(segment, slots * self.slot_bytes)
-            if file is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            return file
 
     # Finding pages again
 
     def _scan(self) -> list[StoredPage]:
         """What the files hold, parents first; the rest of the slots is free."""
         pages = self.allocate(self.num_pages)
+        parts = np.split(pages, range(SCAN_PAGES, self.num_pages, SCAN_PAGES))
         with ThreadPoolExecutor(SCAN_THREADS) as pool:
-            parts = np.array_split(pages, SCAN_THREADS * 4)
             found = [stored for part in pool.map(self._scan_headers, parts) for stored in part]
         kept: dict[bytes, StoredPage] = {}
         for stored in sorted(found, key=lambda stored: stored.record.depth):
@@ -341,8 +290,7 @@ class DiskTier(PageLedger):
                 kept[record.digest] = stored
         recovered = list(kept.values())
         found_pages = np.array([stored.page for stored in recovered], np.int32)
-        for stored in recovered:
-            self._digests[stored.page] = np.frombuffer(stored.record.digest, np.uint8)
+        self._digests[found_pages] = digests_of([stored.record for stored in recovered])
         self.publish(found_pages)
         self.free(np.setdiff1d(pages, found_pages))
         self.counters["recovered"] = len(recovered)
@@ -350,16 +298,36 @@ class DiskTier(PageLedger):
         return recovered
 
     def _scan_headers(self, pages: PageIds) -> list[StoredPage]:
-        found = []
-        data = np.frombuffer(mmap.mmap(-1, self.payload_offset), np.uint8)
-        for page in pages.tolist():
+        memory = np.frombuffer(mmap.mmap(-1, max(1, len(pages)) * self.payload_offset), np.uint8)
+        headers = memory.reshape(-1, self.payload_offset)
+        for header, page in zip(headers, pages.tolist(), strict=False):
             segment, slot = divmod(page, self._slots)
             try:
-                got = os.preadv(self._files[segment], [data.data], slot * self.slot_bytes)
+                os.preadv(self._files[segment], [header.data], slot * self.slot_bytes)
             except OSError as error:
                 log.warning("disk tier: reading page %d at start failed: %s", page, error)
-                continue
-            header = decode_header(data) if got == len(data) else None
-            if header is not None and self._is_ours(header):
-                found.append(StoredPage(page, header.record))
-        return found
+        found = np.flatnonzero(are_ours(headers, self._ours))
+        records = [(i, read_record(headers[i])) for i in found.tolist()]
+        return [StoredPage(int(pages[i]), r) for i, r in records if r is not None]
+
+
+def _open_segment(path: Path, nbytes: int) -> int:
+    """A file of that size, its space taken, for direct I/O where the file system has it."""
+    is_new = not path.exists()
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        file = os.open(path, flags, 0o600)
+    try:
+        os.ftruncate(file, nbytes)
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            os.close(file)
+            if is_new:
+                path.unlink()
+            raise
+    return file

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tiers.base import LEDGER_BYTES, Footprint, PageView, Pinning, TierError
-from tiers.page import PageIds, PageLedger
+from tiers.base import LEDGER_BYTES, Footprint, MemoryTier, PageView, Pinning, TierError
+from tiers.page import PageIds
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +38,11 @@ class _Piece(NamedTuple):
     pinned: bool
 
 
-class HostTier(PageLedger):
+class HostTier(MemoryTier):
     """`num_pages` pages of `page_bytes` in host memory; `pinning` where a GPU copies them.
 
     Pages of pieces that aren't ready yet count as WRITING, held by the tier itself.
     """
-
-    name = "host"
-    on_device = False
 
     def __init__(
         self,
@@ -54,8 +51,7 @@ class HostTier(PageLedger):
         pinning: Pinning | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        super().__init__(num_pages)
-        self.page_bytes = page_bytes
+        super().__init__("host", num_pages, page_bytes)
         self.num_pinned = 0
         self._pinning = pinning
         # A registration locks whole pages of the system, so no two pieces may share one.
@@ -69,7 +65,7 @@ class HostTier(PageLedger):
             ) from error
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._base = np.frombuffer(self._map, np.uint8).ctypes.data
+        self.base = np.frombuffer(self._map, np.uint8).ctypes.data
         self._piece_of_page = np.full(num_pages, -1, np.int64)
         self._pinned_pieces: list[_Piece] = []
         self._fresh: deque[_Piece] = deque()
@@ -84,9 +80,8 @@ class HostTier(PageLedger):
         self._thread.start()
 
     def view(self, pages: PageIds) -> PageView:
-        """Where `pages` lie, as a copy stream takes them."""
         pieces = None if self._pinning is None else self._piece_of_page[pages]
-        return PageView(self._base, self.page_bytes, self.page_bytes, pages, pieces)
+        return super().view(pages)._replace(pieces=pieces)
 
     def poll(self) -> None:
         """Hand out the pages of pieces that became ready. Engine thread."""
@@ -109,7 +104,7 @@ class HostTier(PageLedger):
         self.poll()
         if self._pinning is not None:
             for piece in self._pinned_pieces:
-                self._pinning.unpin(self._base + piece.start * self.page_bytes)
+                self._pinning.unpin(self.base + piece.start * self.page_bytes)
         self._map.close()
 
     def _prepare(self, max_pieces: int | None = None) -> None:
@@ -122,9 +117,9 @@ class HostTier(PageLedger):
 
     def _prepare_piece(self, pool: ThreadPoolExecutor) -> None:
         start = self._prepared
-        address = self._base + start * self.page_bytes
+        address = self.base + start * self.page_bytes
         stop = self._piece_end(start)
-        _touch(pool, address, self._base + stop * self.page_bytes)
+        _touch(pool, address, self.base + stop * self.page_bytes)
         pinned = False
         while self._pinning is not None and not self._refused and not pinned:
             pinned = self._pinning.pin(address, (stop - start) * self.page_bytes)
@@ -137,7 +132,7 @@ class HostTier(PageLedger):
                     "host tier: page-locking refused after %d of %d MiB; the rest is pageable and "
                     "copies of it are slower. Raise the limit on locked memory (LimitMEMLOCK, "
                     "ulimit -l) or make the tier smaller",
-                    (address - self._base) >> 20,
+                    (address - self.base) >> 20,
                     self._arena_bytes >> 20,
                 )
         self._prepared = stop

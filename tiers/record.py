@@ -1,23 +1,17 @@
 """The disk tier's files, byte by byte. Numbers are little-endian; CRC32C is Castagnoli's.
 
-`manifest`, written whole under another name and renamed over:
-
-    offset  size  what
-         0     8  magic, b"RADIXDSK"
-         8     4  version of the format, 1
-        12     4  CRC32C of bytes [16, 48)
-        16     8  generation: records of another one are void
-        24     8  bytes of a slot
-        32     8  bytes of a slot before its page
-        40     8  slots in a segment
+`manifest`, a JSON object, written whole under another name and renamed over: `version` of the
+format, `generation` (records of another one are void), `slot_bytes`, `header_bytes` of a slot
+before its page, and `slots_per_segment`.
 
 `segment-000000.kv` and on: slots, back to back. Slot `p % slots` of segment `p // slots` holds
 page `p`. A slot is a header, its size a multiple of 4096, then the page's bytes, then nothing up
 to the next multiple of 4096. It is written in one go. The header:
 
+    offset  size  what
          0     8  magic, b"RADIXKV\\0"
-         8     4  version of the format, 1
-        12     4  CRC32C of bytes [16, 144 + blob length)
+         8     4  version of the format, 2
+        12     4  CRC32C of the header from byte 16 to its end
         16     8  generation
         24     8  length of the page in bytes
         32     4  CRC32C of the page
@@ -27,107 +21,131 @@ to the next multiple of 4096. It is written in one go. The header:
         48    32  fingerprint of all that the page's bytes depend on beside its tokens
         80    32  digest, SHA-256(parent digest + blob)
        112    32  parent digest
-       144     -  blob, the owner's
+       144     -  blob, the owner's, then zeros
 
 A record counts only if all of it holds: a torn write, a record of other weights or of a flushed
-generation, a flipped bit and a slot never written are the same to the tier, a free slot.
+generation, a flipped bit and a slot never written are the same to the tier, a free slot. Nothing is
+erased: what was freed or flushed lies there, void, until its slot is written again.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
+import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from tiers.base import Record
+from tiers.base import Bytes2D, Checksums, Mask, Record
+from tiers.copy import row_checksums
 
 BLOCK = 4096  # what direct I/O wants addresses, offsets and lengths to be multiples of
-VERSION = 1
-
-_MANIFEST = struct.Struct("<8sII4Q")
-_MANIFEST_MAGIC = b"RADIXDSK"
-_HEADER_START = b"RADIXKV\0" + VERSION.to_bytes(4, "little")
-_HEADER_CHECKED = struct.Struct("<QQIII4x32s32s32s")  # from _CHECKED_FROM to the blob
-_CHECKED_FROM = 16
-HEADER_BYTES = _CHECKED_FROM + _HEADER_CHECKED.size  # before the blob
-
-Bytes = npt.NDArray[np.uint8]
+VERSION = 2
+MAGIC = int.from_bytes(b"RADIXKV\0", "little")
+CHECKED_FROM = 16
+HEADER = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("version", "<u4"),
+        ("crc", "<u4"),
+        ("generation", "<u8"),
+        ("page_bytes", "<u8"),
+        ("page_crc", "<u4"),
+        ("depth", "<u4"),
+        ("blob_bytes", "<u4"),
+        ("zero", "<u4"),
+        ("fingerprint", "u1", 32),
+        ("digest", "u1", 32),
+        ("parent", "u1", 32),
+    ]
+)
 
 
 class Manifest(NamedTuple):
+    version: int
     generation: int
     slot_bytes: int
     header_bytes: int
     slots_per_segment: int
 
     def encode(self) -> bytes:
-        checked = _MANIFEST.pack(b"", 0, 0, *self)[_CHECKED_FROM:]
-        return struct.pack("<8sII", _MANIFEST_MAGIC, VERSION, _crc(checked)) + checked
+        return json.dumps(self._asdict()).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest | None:
         """None where the data are not a whole manifest of this version."""
-        if len(data) != _MANIFEST.size:
+        try:
+            manifest = cls(**{name: int(value) for name, value in json.loads(data).items()})
+        except (ValueError, TypeError, AttributeError):
             return None
-        magic, version, crc, *fields = _MANIFEST.unpack(data)
-        if (magic, version, crc) != (_MANIFEST_MAGIC, VERSION, _crc(data[_CHECKED_FROM:])):
-            return None
-        return cls(*fields)
+        return manifest if manifest.version == VERSION else None
 
 
-class Header(NamedTuple):
+class Ours(NamedTuple):
+    """What a header must say to be this tier's."""
+
     generation: int
     page_bytes: int
-    page_crc: int
     fingerprint: bytes
-    record: Record
 
 
 def header_bytes(max_blob_bytes: int) -> int:
     """Bytes of a slot before its page."""
-    return round_up(HEADER_BYTES + max_blob_bytes)
+    return round_up(HEADER.itemsize + max_blob_bytes)
 
 
 def round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def page_crc(page: Bytes) -> int:
-    """CRC32C of a page's bytes. The GIL is released."""
-    return _crc(page)
+def fields(headers: Bytes2D) -> npt.NDArray[np.void]:
+    """The fixed part of `headers`, [n, header bytes], as a view, [n], with named fields."""
+    found: npt.NDArray[np.void] = headers[:, : HEADER.itemsize].view(HEADER)[:, 0]
+    return found
 
 
-def encode_header(into: Bytes, header: Header) -> None:
-    """Write the header at the start of a slot. Raises ValueError where the blob is too long."""
-    generation, page_bytes, crc_of_page, fingerprint, (digest, parent, depth, blob) = header
-    fields = generation, page_bytes, crc_of_page, depth, len(blob), fingerprint, digest, parent
-    checked = _HEADER_CHECKED.pack(*fields) + blob
-    data = _HEADER_START + _crc(checked).to_bytes(4, "little") + checked
-    if len(data) > len(into):
-        raise ValueError(f"a blob of {len(blob)} bytes does not fit {len(into)} bytes of header")
-    into[: len(data)] = np.frombuffer(data, np.uint8)
-    into[len(data) :] = 0
+def write_headers(
+    headers: Bytes2D, ours: Ours, page_crcs: Checksums, records: Sequence[Record]
+) -> None:
+    """Fill `headers`, [n, header bytes]. Raises ValueError where a blob is too long."""
+    headers[:] = 0
+    for header, record in zip(headers, records, strict=True):
+        end = HEADER.itemsize + len(record.blob)
+        header[HEADER.itemsize : end] = np.frombuffer(record.blob, np.uint8)
+    f = fields(headers)
+    f["magic"], f["version"] = MAGIC, VERSION
+    f["generation"], f["page_bytes"] = ours.generation, ours.page_bytes
+    f["fingerprint"] = np.frombuffer(ours.fingerprint, np.uint8)
+    f["page_crc"] = page_crcs
+    f["depth"] = [record.depth for record in records]
+    f["blob_bytes"] = [len(record.blob) for record in records]
+    f["digest"] = digests_of(records)
+    f["parent"] = np.frombuffer(b"".join(r.parent for r in records), np.uint8).reshape(-1, 32)
+    f["crc"] = row_checksums(headers[:, CHECKED_FROM:])
 
 
-def decode_header(slot: Bytes) -> Header | None:
-    """None where the bytes are not a whole header, or its digest is not that of its blob."""
-    data = slot.tobytes()
-    crc = int.from_bytes(data[12:16], "little")
-    fields = _HEADER_CHECKED.unpack_from(data, _CHECKED_FROM)
-    generation, page_bytes, crc_of_page, depth, blob_len, fingerprint, digest, parent = fields
-    end = HEADER_BYTES + blob_len
-    if data[:12] != _HEADER_START or end > len(data) or crc != _crc(data[_CHECKED_FROM:end]):
-        return None
-    blob = data[HEADER_BYTES:end]
+def digests_of(records: Sequence[Record]) -> Bytes2D:
+    """[n, 32]."""
+    return np.frombuffer(b"".join(r.digest for r in records), np.uint8).reshape(-1, 32)
+
+
+def are_ours(headers: Bytes2D, ours: Ours) -> Mask:
+    """Which of `headers`, [n, header bytes], are whole and this tier's."""
+    f = fields(headers)
+    ok: Mask = (f["magic"] == MAGIC) & (f["version"] == VERSION)
+    ok &= f["crc"] == row_checksums(headers[:, CHECKED_FROM:])
+    ok &= (f["generation"] == ours.generation) & (f["page_bytes"] == ours.page_bytes)
+    ok &= (f["fingerprint"] == np.frombuffer(ours.fingerprint, np.uint8)).all(1)
+    return ok
+
+
+def read_record(header: npt.NDArray[np.uint8]) -> Record | None:
+    """What a header that `are_ours` says; None where its digest is not that of its blob."""
+    f = fields(header[None])[0]
+    blob = header[HEADER.itemsize :][: int(f["blob_bytes"])].tobytes()
+    parent, digest = f["parent"].tobytes(), f["digest"].tobytes()
     if hashlib.sha256(parent + blob).digest() != digest:
         return None
-    record = Record(digest, parent, depth, blob)
-    return Header(generation, page_bytes, crc_of_page, fingerprint, record)
-
-
-def _crc(data: bytes | Bytes) -> int:
-    return int(google_crc32c.value(data))
+    return Record(digest, parent, int(f["depth"]), blob)

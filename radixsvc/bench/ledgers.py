@@ -10,30 +10,19 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tiers.base import Chain, Footprint, StoredPage, Tier
+from tiers.base import Chain, StoredPage, Tier
 from tiers.mover import Edge, Ticket
-from tiers.page import InvariantError, PageIds, PageLedger, PageState
+from tiers.page import InvariantError, PageIds, PageState
 
 
-class LedgerTier(PageLedger):
+class LedgerTier(Tier):
     """`num_pages` pages of nothing, which count as `page_bytes` each."""
 
     def __init__(self, name: str, num_pages: int, page_bytes: int = 0) -> None:
-        super().__init__(num_pages)
-        self.name = name
-        self.page_bytes = page_bytes
+        super().__init__(name, num_pages, page_bytes)
 
     def copy_page(self, source: int, target: int) -> None:
         """A device's copy of one page onto another."""
-
-    def poll(self) -> None:
-        """There is no background work."""
-
-    def footprint(self) -> Footprint:
-        return Footprint()
-
-    def close(self) -> None:
-        """There is nothing to give back."""
 
     def take_recovered(self) -> list[StoredPage]:
         """A disk's pages from before: none."""
@@ -57,7 +46,6 @@ class InstantMover:
         target: Tier,
         target_pages: PageIds,
         chain: Chain | None = None,
-        deadline_s: float | None = None,
     ) -> Ticket | None:
         if (target.states[target_pages] != PageState.LOADING).any():
             raise InvariantError(f"{target.name} pages {target_pages} are not all LOADING")

@@ -137,7 +137,7 @@ def opened(
     device = DeviceTier(shape, num_pages, torch.device("cpu"))
     device.pool.zero_()
     disk = open_disk(shape, num_pages, folder)
-    mover = open_mover(device, None, disk, max_queued_bytes=1 << 40)
+    mover = open_mover(device, None, disk, max_queued_bytes=1 << 40, disk_deadline_s=DEADLINE_S)
     yield device, disk, mover
     mover.close()
     disk.close()
@@ -150,7 +150,7 @@ def open_disk(shape: PageShape, num_pages: int, folder: Path) -> DiskTier:
 
 def carry(mover: Mover, source: Tier, pages: PageIds, target: Tier, there: PageIds) -> None:
     chain = Chain(bytes(32), 0, [i.to_bytes(64, "little") for i in range(len(pages))])
-    mover.submit(source, pages, target, there, chain, DEADLINE_S)
+    mover.submit(source, pages, target, there, chain)
     [ticket] = mover.wait(DEADLINE_S)
     if not ticket.ok.all():
         raise RuntimeError(f"{(~ticket.ok).sum()} of {len(pages)} pages did not arrive")

@@ -28,10 +28,10 @@ from radixsvc.node import DEVICE, HOST, PAGES, TOKEN_BYTES, Node, Priority, page
 from radixsvc.pins import PinLimit as PinLimit
 from radixsvc.pins import Pins
 from radixsvc.residency import Residency
-from radixsvc.transfers import DevicePages
 from radixsvc.transfers import Lower as Lower
 from radixsvc.tree import RadixTree
 from tiers.base import Tier
+from tiers.device import DeviceTier
 from tiers.page import InvariantError, OutOfPages, PageIds, PageLedger, PageState
 
 
@@ -78,7 +78,7 @@ class PrefixCache:
         lower: Lower | None = None,
         enabled: bool = True,
     ) -> None:
-        self.device = cast(DevicePages, device)
+        self.device = cast(DeviceTier, device)
         self.page_size = page_size
         self.enabled = enabled
         tiers = [device] if lower is None else [device, lower.host, lower.disk]

@@ -28,9 +28,10 @@ from radixsvc.node import (
     page_at,
 )
 from radixsvc.restart import Records
-from radixsvc.transfers import DevicePages, Lower, Move, Transfers
+from radixsvc.transfers import Lower, Move, Transfers
 from radixsvc.transfers import TierPolicy as TierPolicy
 from radixsvc.tree import RadixTree
+from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.page import PageIds, PageState
 
@@ -47,7 +48,7 @@ FOR_DISK_NODES = 4096  # that wait to be written; older ones wait for their next
 class Residency(Transfers):
     """Decides what moves when; recovers at start what the disk tier found."""
 
-    def __init__(self, tree: RadixTree, device: DevicePages, lower: Lower | None) -> None:
+    def __init__(self, tree: RadixTree, device: DeviceTier, lower: Lower | None) -> None:
         super().__init__(tree, device, lower)
         self.seconds_per_token = 0.0  # of prefill, to weigh loading against; 0 while not known
         self._for_disk: deque[Node] = deque(maxlen=FOR_DISK_NODES)

@@ -11,22 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from radixsvc.node import DEVICE, HOST, PAGES
 from radixsvc.tree import RadixTree
 from tiers.base import Tier
+from tiers.device import DeviceTier
 from tiers.mover import Mover, Ticket
 from tiers.page import PageIds, PageState
-
-
-class DevicePages(Tier, Protocol):
-    """The device tier: a ledger of pages, and a copy of one page within it."""
-
-    def copy_page(self, source: int, target: int) -> None: ...
-    def reopen(self, pages: PageIds) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class Move:
 class Transfers:
     """`tiers[level]`, the device first, None where there is none, and the moves between them."""
 
-    def __init__(self, tree: RadixTree, device: DevicePages, lower: Lower | None) -> None:
+    def __init__(self, tree: RadixTree, device: DeviceTier, lower: Lower | None) -> None:
         self.tree = tree
         self.device = device
         self.tiers: list[Tier | None] = [device, None, None]

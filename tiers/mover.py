@@ -16,11 +16,9 @@ Who owns what:
 - Target pages must be LOADING, taken for this ticket. Until the ticket is polled they are the
   mover's. Then those that are `ok` are READY and their owner's; the others are, or as soon as
   nothing can write to them any more will be, FREE: forget them.
-- Or they are all WRITING, private to one request. Then they stay its own, in that state, whether
-  they arrived or not; it neither uses nor frees them before the ticket is polled.
 - `ticket.bad` marks source records on disk that are not what was stored there: nobody will read
   them again, so their owner frees them, once.
-- `cancel` frees every target page, WRITING ones too, at once or when the copy is over. A cancelled
+- `cancel` gives every target page back that way, at once or when the copy is over. A cancelled
   ticket is not polled.
 - A ticket with the disk that is not done at its deadline is polled as it is then, `late`: what
   arrived is `ok`. No page of a memory tier waits for the disk beyond the deadline. While the disk
@@ -74,7 +72,6 @@ class Ticket:
     late: bool = False
     cancelled: bool = False
     _settled: bool = False
-    _private: bool = False
     _start: Any = None
     _end: Any = None
     _generation: int = 0
@@ -183,11 +180,9 @@ class Mover:
             raise ValueError("as many target pages as source pages, and at least one")
         if target is self._disk and (chain is None or len(chain.blobs) < len(target_pages)):
             raise ValueError("pages bound for the disk need a chain with a blob for each")
-        states = set(target.states[target_pages].tolist())
-        if states not in ({PageState.LOADING}, {PageState.WRITING}):
-            raise InvariantError(f"{target.name} pages {target_pages} are in states {states}")
+        if (target.states[target_pages] != PageState.LOADING).any():
+            raise InvariantError(f"{target.name} pages {target_pages} are not all LOADING")
         ticket = Ticket(source, source_pages, target, target_pages)
-        ticket._private = PageState.WRITING in states
         lane = self._lane(source, target)
         queued = lane.queued.total()
         is_full = queued and queued + ticket.nbytes > self._max_queued_bytes
@@ -315,12 +310,11 @@ class Mover:
         lane.queued[ticket.edge] -= ticket.nbytes
         ticket.source.drop_readers(ticket.source_pages)
         arrived = ticket.ok & (not ticket.cancelled)
-        if ticket.cancelled or not ticket._private:
-            lost = ~arrived
-            for job in ticket._jobs:
-                lost[job.places] &= not job.keeps_slots
-            ticket.target.publish(ticket.target_pages[arrived])
-            ticket.target.free(ticket.target_pages[lost])
+        lost = ~arrived
+        for job in ticket._jobs:
+            lost[job.places] &= not job.keeps_slots
+        ticket.target.publish(ticket.target_pages[arrived])
+        ticket.target.free(ticket.target_pages[lost])
         if ticket.cancelled:
             self.counters["cancelled"] += 1
             return

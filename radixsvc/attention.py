@@ -403,7 +403,8 @@ _library.define(
     "paged_attention(Tensor q, Tensor? k, Tensor? v, int layer, float scale, int window=0, "
     "float softcap=0.0, Tensor? sinks=None) -> Tensor"
 )
-_library.impl("paged_attention", paged_attention, "CPU")
+for _backend in ("CPU", "CUDA"):
+    _library.impl("paged_attention", paged_attention, _backend)
 _library.impl("paged_attention", _shape_of, "Meta")
 
 

@@ -23,7 +23,7 @@ from radixsvc.chat import chat
 from radixsvc.client import DEFAULT_URL, ApiError, Client
 from radixsvc.errors import SetupError
 
-BENCHES = ("attention", "copy", "engine", "http", "serve", "tiered", "tiers", "tree")
+BENCHES = ("attention", "copy", "cuda", "engine", "http", "serve", "tiered", "tiers", "tree")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -84,6 +84,11 @@ class SchedulerSection(Section, frozen=True):
     share_running_prefixes: bool = True
 
 
+class EngineSection(Section, frozen=True):
+    overlap: Literal["auto", "on", "off"] = "auto"  # of host and device work; auto: on a GPU
+    cuda_graphs: bool = True
+
+
 class DeviceSection(Section, frozen=True):
     size: Size = Size("30%")  # of the memory that is free once the model is loaded
     page_size: Annotated[int, Meta(ge=1, le=1024)] = 16
@@ -138,6 +143,7 @@ class Config(Section, frozen=True):
     server: Server = Server()
     model: ModelSection = ModelSection()
     scheduler: SchedulerSection = SchedulerSection()
+    engine: EngineSection = EngineSection()
     cache: Cache = Cache()
     tiers: Tiers = Tiers()
     log: Log = Log()

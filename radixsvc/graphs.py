@@ -69,7 +69,7 @@ class DecodeGraphs:
         capture: Callable[[Run], Run],
     ) -> None:
         self._page_size = tier.shape.page_size
-        self._steps: list[Captured] = []  # by size, the smallest first
+        self.steps: list[Captured] = []  # by size, the smallest first
         partials: torch.Tensor | None = None
         size = 1 << (max_batch - 1).bit_length()
         try:
@@ -77,7 +77,7 @@ class DecodeGraphs:
                 num_tokens = min(size * max_context, MAX_TOKENS)
                 step = Captured(model, tier, size, num_tokens, partials, capture)
                 partials = step.context.partials
-                self._steps.insert(0, step)
+                self.steps.insert(0, step)
                 size //= 2
         except Exception as error:
             log.warning("decode steps of %d run without a CUDA graph: %s", size, error)
@@ -95,7 +95,7 @@ class DecodeGraphs:
         None where no graph takes so many sequences, or such long ones.
         """
         num = len(tokens)
-        step = next((s for s in self._steps if s.size >= num), None)
+        step = next((s for s in self.steps if s.size >= num), None)
         if step is None:
             return None
         batch = RaggedBatch.build(

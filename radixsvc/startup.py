@@ -79,9 +79,11 @@ def build_backend(config: Config) -> Backend:
                 num_bytes = share.resolve(part.num_pages * shape.nbytes)
                 cache.set_quota(account, num_bytes // shape.nbytes, level)
     scheduler = SchedulerConfig(**msgspec.structs.asdict(config.scheduler))
-    engine = Engine(
-        model, tier, cache, EngineConfig(scheduler, stream_deadline=config.server.write_seconds)
+    overlap = {"auto": None, "on": True, "off": False}[config.engine.overlap]
+    options = EngineConfig(
+        scheduler, overlap, config.engine.cuda_graphs, stream_deadline=config.server.write_seconds
     )
+    engine = Engine(model, tier, cache, options)
     if config.model.max_context:
         engine.max_request_tokens = min(engine.max_request_tokens, config.model.max_context)
     return Backend(model.info.name, engine, Tokenizer(path), model.info, int(time.time()), lower)

@@ -108,3 +108,9 @@ def test_a_graph_s_memory_takes_any_smaller_batch(emulated: None) -> None:
     too_long = make([1], [1 << 12])
     batch = RaggedBatch.build([1], [1 << 12], too_long.page_tables, 16, cpu, num_rows=4)
     assert not memory.write(batch)
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA", "Meta"])
+def test_the_op_is_there_for_tensors_of_each_device(device: str) -> None:
+    name = "radixsvc::paged_attention"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, device)

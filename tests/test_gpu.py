@@ -22,6 +22,13 @@ from simt.build import CUDA, HERE
 from simt.gpu import Cuda, cuda  # noqa: F401
 from simt.problem import TOLERANCE, Problem, expected
 from simt.run import attend, prepare
+from tiny import tiny_model
+
+from radixsvc.bench.harness import complete, running_engine
+from radixsvc.engine import EngineConfig
+from radixsvc.model import load_model
+from radixsvc.request import SamplingParams
+from radixsvc.scheduler import SchedulerConfig
 
 pytestmark = pytest.mark.gpu
 DELAY = 50_000_000  # cycles, some 30 ms: longer than a launch takes
@@ -150,3 +157,28 @@ def test_memory_of_the_host_is_refused(cuda):  # noqa: F811
     host = torch.zeros(1 << 16, dtype=torch.bfloat16).pin_memory()
     call.layer.pool = host.data_ptr()
     assert "no CUDA device" in cuda.attention(call.layer, call.batch)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.8}])
+def test_graphs_and_overlap_change_no_token(cuda, tmp_path, sampling):  # noqa: F811
+    """Batches of 1, 3, 8 and 2: padded, grown and shrunk from graph to graph, and in mid-course."""
+    path = tiny_model(tmp_path, head_dim=64, num_key_value_heads=2, num_hidden_layers=2)
+    model = load_model(path, "float32", cuda.device)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 500, 20 + 9 * i).astype(np.int32) for i in range(8)]
+    params = SamplingParams(max_tokens=24, seed=5, ignore_eos=True, **sampling)
+
+    def answers(overlap, graphs):
+        config = EngineConfig(SchedulerConfig(max_running=8), overlap, graphs)
+        with running_engine(model, 4096, config=config) as engine:
+            assert engine.failed is None
+            captured = [step.size for step in engine.runner.graphs.steps] if graphs else None
+            assert captured == ([1, 2, 4, 8] if graphs else None)
+            return [
+                [outcome.tokens for outcome in complete(engine, prompts[:num], params)]
+                for num in (1, 3, 8, 2)
+            ]
+
+    plain = answers(overlap=False, graphs=False)
+    for overlap, graphs in ((True, False), (False, True), (True, True)):
+        assert answers(overlap, graphs) == plain

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from radixsvc.cache import Lower, PrefixCache
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.model import Model
@@ -43,9 +41,7 @@ def running_engine(
 
     `build_lower` makes the tiers below it; they are closed at the end.
     """
-    device = DeviceTier(
-        model.page_shape(page_size), -(-num_tokens // page_size), torch.device("cpu")
-    )
+    device = DeviceTier(model.page_shape(page_size), -(-num_tokens // page_size), model.device)
     lower = build_lower(device)
     cache = PrefixCache(device, page_size, lower=lower)
     engine = Engine(model, device, cache, config or EngineConfig())

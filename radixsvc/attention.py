@@ -136,32 +136,18 @@ class RaggedBatch:
             else SharedGroups(*(np.zeros(n, np.int32) for n in (1, 0, 0)))
         )
         num_tokens = max(num_rows, int(cu_seqlens_q[-1]))
+        lists = (cu_seqlens_q, contexts, page_indptr, pages)
         handle = _kernels.batch(
             len(queries),
             num_tokens,
             page_size,
             int(queries.max(initial=0)),
             int(contexts.max(initial=0)),
-            cu_seqlens_q.ctypes.data,
-            contexts.ctypes.data,
-            page_indptr.ctypes.data,
-            pages.ctypes.data,
+            *(x.ctypes.data for x in lists),
             len(groups.lens),
-            groups.indptr.ctypes.data,
-            groups.seqs.ctypes.data,
-            groups.lens.ctypes.data,
+            *(x.ctypes.data for x in (groups.indptr, groups.seqs, groups.lens)),
         )
-        batch = cls(
-            page_size,
-            num_tokens,
-            cu_seqlens_q,
-            contexts,
-            page_indptr,
-            pages,
-            groups,
-            handle,
-            device,
-        )
+        batch = cls(page_size, num_tokens, *lists, groups, handle, device)
         if device.type == "cpu":
             return batch
         num_words, *plan = _kernels.cuda_plan(handle, 0)
@@ -218,19 +204,9 @@ class BatchMemory:
 
     def batch(self, host: RaggedBatch, plan: Sequence[int]) -> RaggedBatch:
         """The batch that lies here, with the counts that kernels are launched by."""
-        at = (self.memory.data_ptr() + 4 * self.starts).tolist()
-        handle = _kernels.cuda_batch(
-            len(host.kv_lens),
-            host.num_tokens,
-            host.page_size,
-            at[0],
-            at[1],
-            at[2],
-            at[4],
-            at[3],
-            self.sizes[3],
-            *plan,
-        )
+        *lists, words, pages, _ = (self.memory.data_ptr() + 4 * self.starts).tolist()
+        sizes = (len(host.kv_lens), host.num_tokens, host.page_size)
+        handle = _kernels.cuda_batch(*sizes, *lists, pages, words, self.sizes[3], *plan)
         device = self.memory.device
         return replace(host, handle=handle, device=device, memory=self, num_partials=plan[-1])
 
@@ -344,16 +320,13 @@ def paged_attention(
             f"{layer} takes {step.batch.num_tokens} tokens, a multiple of {spec.kv_heads} heads "
             f"of {spec.head_dim} in {step.dtype} on {step.pool.device}"
         )
-    k_args = v_args = (0, 0, 0)
-    if k is not None and v is not None:
-        for x in (k, v):
-            if x.shape != kv_shape or x.dtype != step.dtype or x.stride(2) != 1:
-                raise ValueError(
-                    f"keys or values are {tuple(x.shape)} of {x.dtype}, strides {x.stride()}; "
-                    f"layer {layer} takes {kv_shape} in {step.dtype}"
-                )
-        k_args = (k.data_ptr(), k.stride(0), k.stride(1))
-        v_args = (v.data_ptr(), v.stride(0), v.stride(1))
+    appended = () if k is None or v is None else (k, v)
+    for x in appended:
+        if x.shape != kv_shape or x.dtype != step.dtype or x.stride(2) != 1:
+            raise ValueError(
+                f"keys or values are {tuple(x.shape)} of {x.dtype}, strides {x.stride()}; "
+                f"layer {layer} takes {kv_shape} in {step.dtype}"
+            )
     if scale <= 0 or window < 0 or softcap < 0:
         raise ValueError(
             f"scale {scale} must be positive, window {window} and softcap {softcap} not negative"
@@ -363,7 +336,7 @@ def paged_attention(
             raise ValueError(f"sinks are {tuple(sinks.shape)}, not one for each of {q_heads} heads")
         sinks = sinks.to(torch.float32).contiguous()
     out = torch.empty((tokens, q_heads, head_dim), dtype=step.dtype, device=q.device)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         step.batch.handle,
         step.dtype_code,
         q_heads,
@@ -372,14 +345,7 @@ def paged_attention(
         step.pool_address,
         step.page_stride,
         spec.offset,
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        *k_args,
-        *v_args,
-        out.data_ptr(),
-        out.stride(0),
-        out.stride(1),
+        *(n for x in (q, *(appended or (None, None)), out) for n in _rows(x)),
         scale,
         softcap,
         window,
@@ -392,6 +358,11 @@ def paged_attention(
         stream = torch.cuda.current_stream(q.device).cuda_stream
         _kernels.attention_cuda(*arguments, workspace.data_ptr(), workspace.nbytes, stream)
     return out
+
+
+def _rows(x: torch.Tensor | None) -> tuple[int, int, int]:
+    """Where rows of [tokens, heads, dim] begin, and the strides from token to token and head."""
+    return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
 
 
 def _shape_of(q: torch.Tensor, *_: object) -> torch.Tensor:

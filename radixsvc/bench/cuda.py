@@ -61,7 +61,7 @@ def seconds(work: Callable[[], object], rounds: int = 20) -> float:
     """Of one call, by the device's clock."""
     for _ in range(3):
         work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(rounds):
         work()

@@ -137,7 +137,7 @@ class RaggedBatch:
         )
         num_tokens = max(num_rows, int(cu_seqlens_q[-1]))
         lists = (cu_seqlens_q, contexts, page_indptr, pages)
-        handle = _kernels.batch(
+        arguments: tuple[int, ...] = (
             len(queries),
             num_tokens,
             page_size,
@@ -147,6 +147,7 @@ class RaggedBatch:
             len(groups.lens),
             *(x.ctypes.data for x in (groups.indptr, groups.seqs, groups.lens)),
         )
+        handle = _kernels.batch(*arguments)
         batch = cls(page_size, num_tokens, *lists, groups, handle, device)
         if device.type == "cpu":
             return batch
@@ -206,7 +207,8 @@ class BatchMemory:
         """The batch that lies here, with the counts that kernels are launched by."""
         *lists, words, pages, _ = (self.memory.data_ptr() + 4 * self.starts).tolist()
         sizes = (len(host.kv_lens), host.num_tokens, host.page_size)
-        handle = _kernels.cuda_batch(*sizes, *lists, pages, words, self.sizes[3], *plan)
+        arguments: tuple[int, ...] = (*sizes, *lists, pages, words, self.sizes[3], *plan)
+        handle = _kernels.cuda_batch(*arguments)
         device = self.memory.device
         return replace(host, handle=handle, device=device, memory=self, num_partials=plan[-1])
 
@@ -356,7 +358,8 @@ def paged_attention(
     else:
         workspace = step.workspace(q_heads, head_dim)
         stream = torch.cuda.current_stream(q.device).cuda_stream
-        _kernels.attention_cuda(*arguments, workspace.data_ptr(), workspace.nbytes, stream)
+        arguments += (workspace.data_ptr(), workspace.nbytes, stream)
+        _kernels.attention_cuda(*arguments)
     return out
 
 

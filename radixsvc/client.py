@@ -47,6 +47,7 @@ LONGEST_WAIT = 30.0
 
 Prompt = str | Sequence[int] | npt.NDArray[np.int32]
 Messages = Sequence[dict[str, Any]]
+Event = Header | Delta | End
 
 
 class ApiError(Exception):
@@ -94,13 +95,11 @@ class AsyncClient:
         body = {"messages": messages, **options}
         return await self.post("/v1/chat/completions", body, Completion)
 
-    def stream(self, /, prompt: Prompt, **options: Any) -> AsyncIterator[Header | Delta | End]:
+    def stream(self, /, prompt: Prompt, **options: Any) -> AsyncIterator[Event]:
         """A completion as it comes: a Header, Deltas, an End. ApiError where it breaks."""
         return self._stream("/v1/completions", {"prompt": prompt, **options})
 
-    def stream_chat(
-        self, /, messages: Messages, **options: Any
-    ) -> AsyncIterator[Header | Delta | End]:
+    def stream_chat(self, /, messages: Messages, **options: Any) -> AsyncIterator[Event]:
         """A chat completion as it comes: a Header, Deltas, an End. ApiError where it breaks."""
         return self._stream("/v1/chat/completions", {"messages": messages, **options})
 
@@ -144,7 +143,7 @@ class AsyncClient:
         async with self._request("POST", path, body) as response:
             return msgspec.msgpack.decode(await response.read(), type=kind)
 
-    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[Header | Delta | End]:
+    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[Event]:
         unpacker = msgpack.Unpacker(max_buffer_size=1 << 26)
         async with self._request("POST", path, {**body, "stream": True}) as response:
             with contextlib.suppress(aiohttp.ClientPayloadError):
@@ -240,9 +239,11 @@ class Client:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        self._runner.run(self._client.close())
         self._runner.close()
 
-    close = _blocking(AsyncClient.close)
     complete = _blocking(AsyncClient.complete)
     chat = _blocking(AsyncClient.chat)
     branches = _blocking(AsyncClient.branches)

@@ -56,7 +56,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Server(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8011
-    public_without_keys: bool = False
+    public_without_keys: bool = False  # let other machines in though there are no keys
     keys_file: str = ""  # NAME ROLE KEY a line; a systemd credential named "keys" is found itself
     max_body: Size = Size("4MiB")
     max_prompts: Count = 128  # prompts x n of one request
@@ -64,7 +64,7 @@ class Server(Section, frozen=True):
     read_seconds: Seconds = 30.0  # a client sends its body within this
     write_seconds: Seconds = 30.0  # and takes a piece of its answer within this
     request_seconds: Seconds = 0.0  # a request ends within this, 0 for no limit
-    drain_seconds: Seconds = 60.0
+    drain_seconds: Seconds = 60.0  # for what runs when the service is told to stop
 
 
 class ModelSection(Section, frozen=True):
@@ -73,15 +73,15 @@ class ModelSection(Section, frozen=True):
     device: str = "auto"
     max_context: Count = 0  # 0: the model's own
     any_name: bool = True  # answer requests for any `model`, as there is but one
-    canonical_tools: bool = True
+    canonical_tools: bool = True  # sorted, so that their order does not split the tree
 
 
 class SchedulerSection(Section, frozen=True):
-    max_running: Annotated[int, Meta(ge=1)] = 64
-    max_waiting: Count = 1024
-    step_seconds: Seconds = 0.25
-    max_chunk: Annotated[int, Meta(ge=32)] = 8192
-    share_running_prefixes: bool = True
+    max_running: Annotated[int, Meta(ge=1)] = 64  # requests in one step
+    max_waiting: Count = 1024  # requests; more are told to come back later
+    step_seconds: Seconds = 0.25  # a step's length while anything decodes
+    max_chunk: Annotated[int, Meta(ge=32)] = 8192  # prompt tokens in one step
+    share_running_prefixes: bool = True  # wait for a prefix that another request computes
 
 
 class EngineSection(Section, frozen=True):
@@ -91,19 +91,19 @@ class EngineSection(Section, frozen=True):
 
 class DeviceSection(Section, frozen=True):
     size: Size = Size("30%")  # of the memory that is free once the model is loaded
-    page_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    page_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens
 
 
 class HostSection(Section, frozen=True):
     size: Size = Size("0B")
-    write_policy: Literal["through", "back", "none"] = "back"
-    through_after: Count = 2
+    write_policy: Literal["through", "back", "none"] = "back"  # early, when evicted, never
+    through_after: Count = 2  # uses, then a page is copied down early
 
 
 class DiskSection(Section, frozen=True):
     size: Size = Size("0B")
-    path: str = ""
-    after_uses: Count = 2
+    path: str = ""  # a folder that no other process uses
+    after_uses: Count = 2  # uses that make a page worth writing
 
 
 class Cache(Section, frozen=True):

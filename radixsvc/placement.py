@@ -10,7 +10,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from radixsvc.match import num_pages
-from radixsvc.node import CLASSES, DEVICE, PAGE_ID_BYTES, PAGES, Account, Node, resident, stripped
+from radixsvc.node import (
+    ABSENT,
+    CLASSES,
+    DEVICE,
+    PAGE_ID_BYTES,
+    PAGES,
+    Account,
+    Node,
+    resident,
+    stripped,
+)
 from tiers.page import InvariantError, PageIds
 
 
@@ -30,7 +40,7 @@ class Ghosts:
         self._page_bytes = page_bytes
 
     def __contains__(self, node: Node) -> bool:
-        return any(node in nodes for nodes in self.left)
+        return True in [node in nodes for nodes in self.left]
 
     def last(self, node: Node) -> tuple[float, int] | None:
         """When (time.monotonic) and from which level the node's pages went last."""
@@ -51,7 +61,9 @@ class Ghosts:
 
     def forget(self, node: Node) -> list[float | None]:
         """`drop` from every tier: before a node changes its length, or goes."""
-        return [self.drop(node, level) if nodes else None for level, nodes in enumerate(self.left)]
+        if not any(self.left):
+            return [None] * len(self.left)
+        return [self.drop(node, level) for level in range(len(self.left))]
 
     def surplus(self) -> Iterator[Node]:
         """Drop the oldest of a tier while there are too many pages of it."""
@@ -122,7 +134,7 @@ class Placement:
             return None
         pages = np.frombuffer(b"".join(freed), np.int32)
         freed.clear()
-        return pages[pages >= 0]
+        return pages[pages >= 0] if level else pages
 
     def num_pages(self, node: Node) -> int:
         """Pages that a node's run fills, the last one perhaps partly."""
@@ -136,7 +148,7 @@ class Placement:
             return 0
         self._freed[level].append(held[at:])
         gone = self._place(node, level, held[:at])
-        if not node[level]:
+        if self.ghosts.limits[level] and not node[level]:
             self.ghosts.add(node, level)
         return gone
 
@@ -152,9 +164,12 @@ class Placement:
 
     def _place(self, node: Node, level: int, pages: bytes) -> int:
         """All of a node's pages on a tier are these from now on; how many less than before."""
-        pages = stripped(pages)
+        if pages.endswith(ABSENT):
+            pages = stripped(pages)
         before = node[level]
-        gone = resident(before) - resident(pages)
+        gone = (len(before) - len(pages)) // PAGE_ID_BYTES
+        if level:  # on the device there are no gaps
+            gone -= before.count(ABSENT) - pages.count(ABSENT)
         node[level] = pages
         account = node.account
         account.resident[level] -= gone

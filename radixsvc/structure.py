@@ -132,8 +132,10 @@ class Structure(Placement):
         if parent is None or node.refs or node.children is not None:
             raise InvariantError("only a leaf without references leaves the tree")
         for level in range(self.num_tiers):
-            self.keep(node, level, 0)
-        self.ghosts.forget(node)
+            if node[level]:
+                self.keep(node, level, 0)
+        if any(self.ghosts.left):
+            self.ghosts.forget(node)
         if parent.children.only is node:
             parent.children = None
             if parent.parent is None:
@@ -145,7 +147,9 @@ class Structure(Placement):
 
     def _drop_if_bare(self, node: Node) -> None:
         """A node goes that lies nowhere, that nobody holds and that is no ghost."""
-        if node.device or node.refs or node.host or node.disk or node.pins or node in self.ghosts:
+        if node.device or node.refs or node.host or node.disk or node.pins:
+            return
+        if any(self.ghosts.left) and node in self.ghosts:
             return
         parent = node.parent
         if parent is None:

@@ -274,18 +274,19 @@ class RadixTree(Structure):
             if node is None:
                 break
             left -= self.keep(node, level, max(0, len(node[level]) // PAGE_ID_BYTES - left))
-            self._close_gap(node)
+            if self.num_tiers > 1:
+                self._close_gap(node)
+            elif not node.device:
+                self._drop_if_bare(node)
         for node in self.ghosts.surplus():
             self._drop_if_bare(node)
         return num_pages - left
 
     def _close_gap(self, node: Node) -> None:
         """Let go of what lies behind a page that no tier holds any more."""
-        if self.num_tiers > 1 and (known := num_known(node, self.page_bytes)) < self.num_pages(
-            node
-        ):
-            below = list(self._below(node))
-            below.reverse()
+        known = num_known(node, self.page_bytes)
+        if known < self.num_pages(node):
+            below = list(self._below(node))[::-1]
             for level in range(self.num_tiers):
                 self.keep(node, level, known)
                 for one in below:
@@ -299,19 +300,23 @@ class RadixTree(Structure):
 
         Looks at every node; for failures only.
         """
-        touched: dict[Node, int] = {}  # and the first of its device pages that is lost
+        touched: dict[Node, bool] = {}  # and whether it lost device pages
         for node in list(self.nodes()):
             for level, pages in enumerate(lost):
                 held = np.frombuffer(node[level], np.int32)
                 gone = np.isin(held, pages)
-                if gone.any():
-                    touched.setdefault(node, int(gone.argmax()) if level == DEVICE else -1)
+                if not gone.any():
+                    continue
+                touched[node] = touched.get(node, False) or level == DEVICE
+                if level == DEVICE:
+                    first = int(gone.argmax())
+                    self._freed[DEVICE].append(held[first:][~gone[first:]].tobytes())
+                    self._place(node, DEVICE, held[:first].tobytes())
+                else:
                     self._place(node, level, np.where(gone, np.int32(-1), held).tobytes())
-        for node, first in touched.items():
-            if first >= 0:
-                self.keep(node, DEVICE, first)
-                for below in self._below(node):
-                    self.keep(below, DEVICE, 0)
+        for node, on_device in touched.items():
+            for below in self._below(node) if on_device else ():
+                self.keep(below, DEVICE, 0)
         for node in touched:
             if node.parent is not None:
                 self._close_gap(node)

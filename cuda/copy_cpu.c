@@ -44,9 +44,10 @@ enum { STREAM_FROM = 8 << 20 }; /* bytes of a call; fewer are likely to be read 
 
 static const char *sum_pages(const struct rx_copy *c, uint32_t *crcs) {
     const struct rx_crc32c how = rx_crc32c_of(c->nbytes);
+    const int is_staging = c->dst_stride != c->nbytes; /* slots, about to be written */
     for (int64_t i = 0; i < c->num_pages; i++)
         crcs[i] = rx_crc32c(&how, c->dst ? c->dst + c->dst_ids[i] * c->dst_stride : NULL,
-                            c->src + c->src_ids[i] * c->src_stride);
+                            c->src + c->src_ids[i] * c->src_stride, is_staging);
     return NULL;
 }
 

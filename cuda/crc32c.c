@@ -33,8 +33,9 @@ static pthread_once_t table_once = PTHREAD_ONCE_INIT;
 
 static void fill_table(void) {
     for (uint32_t i = 0; i < 256; i++) {
-        table[0][i] = i;
-        for (int bit = 0; bit < 8; bit++) table[0][i] = table[0][i] >> 1 ^ (table[0][i] & 1 ? P : 0);
+        uint32_t state = i;
+        for (int bit = 0; bit < 8; bit++) state = state >> 1 ^ (state & 1 ? P : 0);
+        table[0][i] = state;
     }
     for (int k = 1; k < 8; k++)
         for (int i = 0; i < 256; i++)
@@ -56,32 +57,44 @@ static uint32_t sum_plain(uint32_t state, const unsigned char *p, int64_t n) {
 
 #define SSE __attribute__((target("sse4.2")))
 
-SSE static inline uint64_t pass(char *dst, const char *src, int64_t at) {
+enum store { NONE, CACHED, STREAMED };
+
+SSE static inline __attribute__((always_inline)) uint64_t pass(enum store store, char *dst,
+                                                               const char *src, int64_t at) {
     long long word;
     memcpy(&word, src + at, 8);
-    if (dst) _mm_stream_si64((long long *)(dst + at), word);
+    if (store == STREAMED) _mm_stream_si64((long long *)(dst + at), word);
+    if (store == CACHED) memcpy(dst + at, &word, 8);
     return (uint64_t)word;
 }
 
-/* `part` is a multiple of 8, as is the address of dst; `shift` is x^(8 part). */
-SSE static uint32_t sum_three(uint32_t state, char *dst, const char *src, int64_t part,
-                              uint32_t shift) {
-    uint64_t a = state, b = 0, c = 0;
+SSE static inline __attribute__((always_inline)) uint32_t sum_parts(
+    enum store store, char *dst, const char *src, int64_t part, uint32_t shift) {
+    uint64_t a = ~0u, b = 0, c = 0;
     for (int64_t i = 0; i < part; i += 8) {
-        a = _mm_crc32_u64(a, pass(dst, src, i));
-        b = _mm_crc32_u64(b, pass(dst, src, part + i));
-        c = _mm_crc32_u64(c, pass(dst, src, 2 * part + i));
+        a = _mm_crc32_u64(a, pass(store, dst, src, i));
+        b = _mm_crc32_u64(b, pass(store, dst, src, part + i));
+        c = _mm_crc32_u64(c, pass(store, dst, src, 2 * part + i));
     }
-    if (dst) _mm_sfence();
     return times(times((uint32_t)a, shift) ^ (uint32_t)b, shift) ^ (uint32_t)c;
+}
+
+/* `part` is a multiple of 8, as is the address of dst; `shift` is x^(8 part). */
+SSE static uint32_t sum_three(char *dst, const char *src, int64_t part, uint32_t shift,
+                              int is_read_soon) {
+    if (!dst) return sum_parts(NONE, dst, src, part, shift);
+    if (is_read_soon) return sum_parts(CACHED, dst, src, part, shift);
+    const uint32_t state = sum_parts(STREAMED, dst, src, part, shift);
+    _mm_sfence();
+    return state;
 }
 
 static int is_fast(void) { return __builtin_cpu_supports("sse4.2"); }
 #else
-static uint32_t sum_three(uint32_t state, char *dst, const char *src, int64_t part,
-                          uint32_t shift) {
-    (void)dst, (void)src, (void)part, (void)shift;
-    return state;
+static uint32_t sum_three(char *dst, const char *src, int64_t part, uint32_t shift,
+                          int is_read_soon) {
+    (void)dst, (void)src, (void)part, (void)shift, (void)is_read_soon;
+    return ~0u;
 }
 
 static int is_fast(void) { return 0; }
@@ -92,9 +105,10 @@ struct rx_crc32c rx_crc32c_of(int64_t nbytes) {
     return (struct rx_crc32c){nbytes, part, shift_by(part)};
 }
 
-uint32_t rx_crc32c(const struct rx_crc32c *how, char *dst, const char *src) {
+uint32_t rx_crc32c(const struct rx_crc32c *how, char *dst, const char *src, int is_read_soon) {
     const int64_t part = (uintptr_t)dst % 8 ? 0 : how->part, done = 3 * part;
-    const uint32_t state = part ? sum_three(~0u, dst, src, part, how->shift) : ~0u;
+    const uint32_t state =
+        part ? sum_three(dst, src, part, how->shift, is_read_soon) : ~0u;
     if (dst) memcpy(dst + done, src + done, (size_t)(how->nbytes - done));
     return ~sum_plain(state, (const unsigned char *)src + done, how->nbytes - done);
 }

@@ -11,7 +11,8 @@ struct rx_crc32c {
 
 struct rx_crc32c rx_crc32c_of(int64_t nbytes);
 
-/* The sum of nbytes at `src`, which are copied to `dst` unless that is NULL. */
-uint32_t rx_crc32c(const struct rx_crc32c *how, char *dst, const char *src);
+/* The sum of nbytes at `src`, which are copied to `dst` unless that is NULL: past the caches where
+ * they are not read soon. */
+uint32_t rx_crc32c(const struct rx_crc32c *how, char *dst, const char *src, int is_read_soon);
 
 #endif

@@ -109,7 +109,6 @@ def test_bytes_survive_every_way_down_and_back(rig: Rig) -> None:
     rig.host.free(host)
     host = rig.carry(rig.disk, disk[[2, 0]], rig.host)
     assert rig.values(rig.carry(rig.host, host, rig.device)) == [4, 3]
-    assert rig.mover.moved_bytes["device", "host"] == 4 * SHAPE.nbytes
     rig.check()
 
 
@@ -265,7 +264,6 @@ def test_a_full_queue_refuses_and_changes_nothing(tmp_path: Path) -> None:
     rig.host.free(there)
     rig.finish(first)
     rig.carry(rig.device, pages[:1], rig.host)
-    assert rig.mover.counters["refused"] == 1
     rig.check()
     rig.close()
 
@@ -299,7 +297,7 @@ def test_a_store_that_never_answers_a_write_holds_only_its_own_slots(
     assert rig.device.num_free == 6
     now[0] = 11.0
     assert rig.mover.poll() == [ticket, behind]
-    assert (ticket.late, ticket.ok.any(), rig.mover.counters["late"]) == (True, False, 2)
+    assert not ticket.ok.any()
     assert rig.device.num_free == 8
     assert rig.disk.num_free == 6  # the slots of the write that may still happen
     assert not rig.mover.available(rig.device, rig.disk)
@@ -355,7 +353,7 @@ def test_of_a_half_bad_load_only_what_was_verified_is_published(rig: Rig, tmp_pa
     assert ticket.bad.tolist() == [False, True, False]
     rig.disk.free(disk[ticket.bad])
     assert rig.values(rig.carry(rig.host, arrived, rig.device)) == [1, 3]
-    assert (rig.host.num_free, rig.mover.counters["failed_pages"]) == (6, 1)
+    assert rig.host.num_free == 6
     rig.check()
 
 

@@ -188,4 +188,4 @@ async def test_soak(tmp_path: Path, write: str) -> None:
         for tier in (t.device, t.lower.host, disk):
             assert tier is not None
             assert tier.count()["free"] == tier.num_pages
-        print(soak.ends, soak.sources, disk.faults, disk.counters, t.engine.stats().preemptions)
+        print(soak.ends, soak.sources, disk.faults, t.engine.stats().preemptions)

@@ -17,7 +17,6 @@ import logging
 import mmap
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,7 +85,6 @@ class DiskTier(Tier):
     ) -> None:
         self.payload_offset = header_bytes(max_blob_bytes)
         self.slot_bytes = self.payload_offset + round_up(page_bytes)
-        self.counters: Counter[str] = Counter()
         self.off_reason: str | None = None
         self.staging_is_pinned = True  # also where there is no GPU to pin it for
         self.generation = 0
@@ -293,8 +291,6 @@ class DiskTier(Tier):
         self._digests[found_pages] = digests_of([stored.record for stored in recovered])
         self.publish(found_pages)
         self.free(np.setdiff1d(pages, found_pages))
-        self.counters["recovered"] = len(recovered)
-        self.counters["orphaned"] = len(found) - len(recovered)
         return recovered
 
     def _scan_headers(self, pages: PageIds) -> list[StoredPage]:

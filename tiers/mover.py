@@ -20,8 +20,8 @@ Who owns what:
   them again, so their owner frees them, once.
 - `cancel` gives every target page back that way, at once or when the copy is over. A cancelled
   ticket is not polled.
-- A ticket with the disk that is not done at its deadline is polled as it is then, `late`: what
-  arrived is `ok`. No page of a memory tier waits for the disk beyond the deadline. While the disk
+- A ticket with the disk that is not done at its deadline is polled as it is then: what arrived
+  is `ok`. No page of a memory tier waits for the disk beyond the deadline. While the disk
   holds an operation that is overdue, submits with it are refused.
 
 Numbers for decisions come from here too: `seconds` estimates a transfer from measured rates and
@@ -69,7 +69,6 @@ class Ticket:
     target_pages: PageIds
     ok: Mask = field(init=False)
     bad: Mask = field(init=False)
-    late: bool = False
     cancelled: bool = False
     _settled: bool = False
     _start: Any = None
@@ -101,22 +100,6 @@ class _Lane:
         self.last_end = -math.inf
 
 
-class _Rate:
-    """Seconds per byte of one edge; recent transfers weigh more, large ones too."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._bytes = 0.0
-
-    def learn(self, seconds: float, nbytes: int) -> None:
-        self._seconds = RATE_MEMORY * self._seconds + seconds
-        self._bytes = RATE_MEMORY * self._bytes + nbytes
-
-    @property
-    def value(self) -> float:
-        return self._seconds / self._bytes if self._bytes else FIRST_GUESS_S_PER_BYTE
-
-
 class Mover:
     """Transfers between the `memory` tiers, the device first, and between them and `disk`.
 
@@ -139,8 +122,6 @@ class Mover:
         disk_deadline_s: float = DISK_DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counters: Counter[str] = Counter()
-        self.moved_bytes: Counter[Edge] = Counter()
         self._memory = list(memory)
         self._disk = disk
         self._fence = fence
@@ -148,7 +129,7 @@ class Mover:
         self._disk_deadline_s = disk_deadline_s
         self._clock = clock
         self._finished: list[Ticket] = []
-        self._rates: dict[Edge, _Rate] = {}
+        self._rates: dict[Edge, tuple[float, float]] = {}  # seconds for so many bytes
         self._queue: StoreQueue | None = None
         if disk is not None:
             self._queue = StoreQueue(disk, promote, demote, clock, num_workers, batch_bytes)
@@ -187,7 +168,6 @@ class Mover:
         queued = lane.queued.total()
         is_full = queued and queued + ticket.nbytes > self._max_queued_bytes
         if is_full or not self.available(source, target):
-            self.counters["refused"] += 1
             return None
         source.add_readers(source_pages)
         if lane.stream is not None:
@@ -292,9 +272,6 @@ class Mover:
                 job.keeps_slots = job.records is not None and job.started_at is not None
             else:
                 ticket.ok[job.places], ticket.bad[job.places] = job.ok, job.bad
-        if pending and not ticket.cancelled:
-            ticket.late = True
-            self.counters["late"] += 1
         if ticket.ok.all():
             end = max(job.finished_at for job in ticket._jobs)
             begin = max(min(job.started_at or end for job in ticket._jobs), lane.last_end)
@@ -315,12 +292,8 @@ class Mover:
             lost[job.places] &= not job.keeps_slots
         ticket.target.publish(ticket.target_pages[arrived])
         ticket.target.free(ticket.target_pages[lost])
-        if ticket.cancelled:
-            self.counters["cancelled"] += 1
-            return
-        self.moved_bytes[ticket.edge] += int(arrived.sum()) * ticket.source.page_bytes
-        self.counters["failed_pages"] += int((~arrived).sum())
-        self._finished.append(ticket)
+        if not ticket.cancelled:
+            self._finished.append(ticket)
 
     # Estimating
 
@@ -386,11 +359,17 @@ class Mover:
         return self._to_device if target is self._memory[0] else self._to_host
 
     def _learn(self, ticket: Ticket, seconds: float) -> None:
-        self._rates.setdefault(ticket.edge, _Rate()).learn(seconds, ticket.nbytes)
+        """Recent transfers weigh more, large ones too."""
+        before, nbytes = self._rates.get(ticket.edge, (0.0, 0.0))
+        self._rates[ticket.edge] = (
+            RATE_MEMORY * before + seconds,
+            RATE_MEMORY * nbytes + ticket.nbytes,
+        )
 
     def _rate(self, edge: Edge) -> float:
-        rate = self._rates.get(edge)
-        return rate.value if rate else FIRST_GUESS_S_PER_BYTE
+        """Seconds per byte."""
+        seconds, nbytes = self._rates.get(edge, (FIRST_GUESS_S_PER_BYTE, 1.0))
+        return seconds / nbytes
 
 
 def _view(tier: Tier, pages: PageIds) -> PageView:

@@ -43,12 +43,9 @@ extern "C" const char* rx_attention_cuda(const rx_layer* layer, const rx_batch* 
     if (device.error) return device.error;
     AttentionArgs a = {*layer, *batch, 0};
     while (1 << a.page_shift < batch->page_size) a.page_shift++;
-    if (layer->k) {
-        if (const char* error = launch_append(a, stream)) return error;
-    }
-    if (layer->dtype == RX_F32) return launch_reference(a, stream);
-    if (batch->plan.num_prefill) {
-        if (const char* error = launch_prefill(a, stream)) return error;
-    }
-    return batch->plan.num_decode ? launch_decode(a, stream) : nullptr;
+    const char* error = layer->k ? launch_append(a, stream) : nullptr;
+    if (!error && layer->dtype == RX_F32) return launch_reference(a, stream);
+    if (!error && batch->plan.num_prefill) error = launch_prefill(a, stream);
+    if (!error && batch->plan.num_decode) error = launch_decode(a, stream);
+    return error;
 }

@@ -96,12 +96,6 @@ SIMT_DEVICE int64_t value_distance(const AttentionArgs& a) {
     return (int64_t)a.layer.kv_heads * a.batch.page_size * a.layer.head_dim;
 }
 
-// Query row of a new token, as 8 elements from `dim` on.
-SIMT_DEVICE uint4 load_q(const AttentionArgs& a, int32_t token, int q_head, int dim) {
-    return load16((const uint16_t*)a.layer.q + token * a.layer.q_stride +
-                  q_head * a.layer.q_head_stride + dim);
-}
-
 // One sequence's keys and values of one head, as 16-bit elements. Sizes in bytes.
 struct Context {
     const int32_t* pages;
@@ -115,6 +109,23 @@ SIMT_DEVICE Context context_of(const AttentionArgs& a, int32_t seq, int kv_head)
     return {a.batch.pages + a.batch.page_indptr[seq],
             (const char*)a.layer.pool + 2 * (a.layer.layer_offset + head),
             (uint32_t)(2 * a.layer.page_stride), (uint32_t)(2 * value_distance(a)), a.page_shift};
+}
+
+// The team's queries: row r is head r % group of a kv head, of the token `token_of(r / group)`.
+template <int D, int KEYS, int WARPS, class F>
+SIMT_DEVICE void load_queries(Tiles<D, KEYS, WARPS>& tiles, const AttentionArgs& a,
+                              int32_t first_row, int32_t num_rows, int kv_head, F token_of) {
+    const int group = a.layer.q_heads / a.layer.kv_heads;
+    for (int i = Team<WARPS>::thread(); i < Team<WARPS>::ROWS * (D / 8);
+         i += Team<WARPS>::THREADS) {
+        const int32_t row = first_row + i / (D / 8), dim = i % (D / 8) * 8;
+        uint4 q = {0, 0, 0, 0};
+        if (row < num_rows) {
+            q = load16((const uint16_t*)a.layer.q + token_of(row / group) * a.layer.q_stride +
+                       (kv_head * group + row % group) * a.layer.q_head_stride + dim);
+        }
+        *(uint4*)&tiles.q[i / (D / 8)][dim] = q;
+    }
 }
 
 // Start filling a stage with the keys and values at [begin, begin + KEYS); zeros from `end` on.

@@ -44,16 +44,8 @@ SIMT_DEVICE void attend_split(DecodeTiles<D, WARPS>& tiles, const AttentionArgs&
     int32_t begin = first_seen / KEYS * KEYS;
     begin = begin > split * RX_SPLIT ? begin : split * RX_SPLIT;
 
-    for (int i = Team<WARPS>::thread(); i < Team<WARPS>::ROWS * (D / 8);
-         i += Team<WARPS>::THREADS) {
-        const int row = first_row + i / (D / 8), dim = i % (D / 8) * 8;
-        uint4 q = {0, 0, 0, 0};
-        if (row < num_rows) {
-            const int32_t token = a.batch.cu_seqlens_q[members[row / group]];
-            q = load_q(a, token, kv_head * group + row % group, dim);
-        }
-        *(uint4*)&tiles.q[i / (D / 8)][dim] = q;
-    }
+    load_queries(tiles, a, first_row, num_rows, kv_head,
+                 [&](int32_t member) { return a.batch.cu_seqlens_q[members[member]]; });
     const int lane = threadIdx.x % 32;
     const int own_row = first_row + Team<WARPS>::thread() / 32 * 16 + lane / 4;
     Span rows[2];
@@ -187,16 +179,13 @@ const char* launch_decode(const AttentionArgs& a, void* stream) {
         constexpr int D = decltype(instance)::DIM;
         const size_t single = DECODE_WARPS * sizeof(DecodeTiles<D, 1>);
         const size_t shared = sizeof(DecodeTiles<D, SHARED_WARPS>);
-        if (const char* error = launch(split_kernel<E, D>, persistent_blocks(single),
-                                       DECODE_WARPS * 32, single, stream, a)) {
-            return error;
+        const char* error = launch(split_kernel<E, D>, persistent_blocks(single),
+                                   DECODE_WARPS * 32, single, stream, a);
+        if (!error && a.batch.plan.num_shared) {
+            error = launch(shared_kernel<E, D>, persistent_blocks(shared), SHARED_WARPS * 32,
+                           shared, stream, a);
         }
-        if (a.batch.plan.num_shared) {
-            if (const char* error = launch(shared_kernel<E, D>, persistent_blocks(shared),
-                                           SHARED_WARPS * 32, shared, stream, a)) {
-                return error;
-            }
-        }
+        if (error) return error;
         return launch(merge_kernel<E, D>, (int64_t)a.batch.plan.num_decode * a.layer.q_heads,
                       MERGE_WARPS * 32, sizeof(MergeShared<D>), stream, a);
     });

@@ -26,13 +26,17 @@ static void put(struct list *l, int32_t word) {
     l->end++;
 }
 
-/* Splits that a group's decoding members attend to together. With one member there are none. */
-static int32_t shared_splits(const struct rx_batch *b, int32_t group) {
+static int32_t num_decoding(const struct rx_batch *b, int32_t group) {
     int32_t members = 0;
     for (int32_t i = b->group_indptr[group]; i < b->group_indptr[group + 1]; i++) {
         members += q_len(b, b->group_seqs[i]) == 1;
     }
-    return members > 1 ? b->group_lens[group] / RX_SPLIT : 0;
+    return members;
+}
+
+/* Splits that a group's decoding members attend to together. With one member there are none. */
+static int32_t shared_splits(const struct rx_batch *b, int32_t group) {
+    return num_decoding(b, group) > 1 ? b->group_lens[group] / RX_SPLIT : 0;
 }
 
 static int32_t first_own_split(const struct rx_batch *b, int32_t seq) {
@@ -75,10 +79,7 @@ struct rx_plan rx_plan_cuda(const struct rx_batch *b, int32_t *words) {
     struct list shared = begin(members, RX_SHARED);
     int32_t first = 0;
     for (int32_t group = 0; group < b->num_groups; group++) {
-        int32_t count = 0;
-        for (int32_t i = b->group_indptr[group]; i < b->group_indptr[group + 1]; i++) {
-            count += q_len(b, b->group_seqs[i]) == 1;
-        }
+        const int32_t count = num_decoding(b, group);
         for (int32_t split = 0; split < shared_splits(b, group); split++) {
             for (int32_t i = 0; i < count; i += RX_MEMBERS) {
                 put(&shared, first + i);

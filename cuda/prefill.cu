@@ -25,42 +25,34 @@ __global__ void __launch_bounds__(PREFILL_WARPS * 32)
     const int32_t seq = item[0], first_token = a.batch.cu_seqlens_q[seq];
     const int32_t q_len = a.batch.cu_seqlens_q[seq + 1] - first_token;
     const int32_t cached = a.batch.kv_lens[seq] - q_len;
-    const int64_t num_rows = (int64_t)q_len * group;
-    const int64_t first_row = (int64_t)item[1] * RX_BLOCK_TOKENS * group +
-                              (int64_t)(blockIdx.x % group) * ROWS;
+    const int32_t num_rows = q_len * group;
+    static_assert(ROWS == RX_BLOCK_TOKENS, "an item is as many tiles as a group has heads");
+    const int32_t first_row = (item[1] * group + (int)(blockIdx.x % group)) * ROWS;
     if (first_row >= num_rows) return;
 
-    for (int i = threadIdx.x; i < ROWS * (D / 8); i += PREFILL_WARPS * 32) {
-        const int64_t row = first_row + i / (D / 8);
-        const int dim = i % (D / 8) * 8;
-        uint4 q = {0, 0, 0, 0};
-        if (row < num_rows) {
-            q = load_q(a, first_token + (int32_t)(row / group),
-                       kv_head * group + (int)(row % group), dim);
-        }
-        *(uint4*)&tiles.q[i / (D / 8)][dim] = q;
-    }
+    load_queries(tiles, a, first_row, num_rows, kv_head,
+                 [&](int32_t token) { return first_token + token; });
     const int lane = threadIdx.x % 32;
-    const int64_t own_row = first_row + threadIdx.x / 32 * 16 + lane / 4;
+    const int32_t own_row = first_row + threadIdx.x / 32 * 16 + lane / 4;
     Span rows[2];
     for (int r = 0; r < 2; r++) {
-        const int64_t row = own_row + 8 * r;
+        const int32_t row = own_row + 8 * r;
         rows[r] = {0, -1};
-        if (row < num_rows) rows[r] = span_of(a, cached + (int32_t)(row / group));
+        if (row < num_rows) rows[r] = span_of(a, cached + row / group);
     }
-    const int64_t last_row = (first_row + ROWS < num_rows ? first_row + ROWS : num_rows) - 1;
-    const int32_t begin = span_of(a, cached + (int32_t)(first_row / group)).first / KEYS * KEYS;
-    const int32_t end = cached + (int32_t)(last_row / group) + 1;
+    const int32_t last_row = (first_row + ROWS < num_rows ? first_row + ROWS : num_rows) - 1;
+    const int32_t begin = span_of(a, cached + first_row / group).first / KEYS * KEYS;
+    const int32_t end = cached + last_row / group + 1;
     Sums<D> sums;
     attend<E>(tiles, sums, a, context_of(a, seq, kv_head), rows,
               own_row - lane / 4 < num_rows, begin, end);
 
     SIMT_UNROLL
     for (int r = 0; r < 2; r++) {
-        const int64_t row = own_row + 8 * r;
+        const int32_t row = own_row + 8 * r;
         float sum = quad_sum(sums.sum[r]);
         if (row >= num_rows) continue;
-        const int q_head = kv_head * group + (int)(row % group);
+        const int q_head = kv_head * group + row % group;
         float shrink = 1;
         if (a.layer.sinks) {
             const float sink = a.layer.sinks[q_head] * LOG2E, max = fmaxf(sums.max[r], sink);

@@ -127,8 +127,8 @@ FAULTS = {
     ),
     "sequences of a group mixed up": Fault(
         DECODE,
-        "a.batch.cu_seqlens_q[members[row / group]]",
-        "a.batch.cu_seqlens_q[members[FAULT ? 0 : row / group]]",
+        "a.batch.cu_seqlens_q[members[member]]",
+        "a.batch.cu_seqlens_q[members[FAULT ? 0 : member]]",
     ),
     "grid stride too short": Fault(
         DECODE, "tile += gridDim.x)", "tile += FAULT ? gridDim.x + 1 : gridDim.x)"

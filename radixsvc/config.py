@@ -86,7 +86,7 @@ class SchedulerSection(Section, frozen=True):
 
 class EngineSection(Section, frozen=True):
     overlap: Literal["auto", "on", "off"] = "auto"  # of host and device work; auto: on a GPU
-    cuda_graphs: bool = True
+    cuda_graphs: bool = True  # a decode step is one launch
 
 
 class DeviceSection(Section, frozen=True):

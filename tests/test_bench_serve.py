@@ -306,7 +306,7 @@ async def test_this_service_reuses_what_the_workloads_share(
     trace = ["--trace", str(path), "--scale", "0.2", "--prompt-as", "tokens", "--vocab", "500"]
     with RunningBackend(tiny_llama) as running:
         async with serving(running.backend) as (url, _):
-            for name in workloads.WORKLOADS:
+            for name in workloads.NAMES:
                 args = arguments("--url", url, "--workload", name, *SMALL, *trace)
                 figures = {m.name: m.value for m in await serve.drive(args)}
                 assert figures[f"{name}: failed requests"] == 0

@@ -183,11 +183,10 @@ def histories(args: argparse.Namespace) -> Iterator[tuple[str, list[Prompt]]]:
         for path in map(Path, args.trace):
             yield path.stem, trace_history(path, args.limit)
         if not args.trace:
-            names = [n for n in WORKLOADS if n != "trace"] if args.every_workload else [None]
-            for name in names:
-                args.workload = name or args.workload
+            for name in WORKLOADS if args.every_workload else [args.workload]:
+                args.workload = name
                 sessions = build_workload(args)
-                yield args.workload, workload_history(sessions, args.concurrency, args.rotate)
+                yield name, workload_history(sessions, args.concurrency, args.rotate)
     except (OSError, ValueError) as error:
         raise SetupError(str(error), 2) from error
 

@@ -9,7 +9,7 @@ nothing but a cache (`simulate`). All text is drawn from a seed: same arguments,
     tree         a tree of thought: every node's prompt is the path from the root to it
     samples      n answers to one prompt
     few-shot     one block of examples, many questions
-    shared       groups of prompts, one system prompt a group
+    shared       groups of prompts in random order, one system prompt a group
     documents    single-turn, nothing in common
 """
 
@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import random
 import tomllib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,39 +29,32 @@ from radixsvc.bench.traces import replay
 # -- chat and agents --------------------------------------------------------------------------
 
 
-def chat(args: argparse.Namespace) -> list[Session]:
-    async def session(index: int, send: Send) -> None:
-        rng = random.Random(f"{args.seed} chat {index}")
-        messages = [system(f"Session {index}. {text(rng, args.system_words)}")]
-        for turn in range(args.turns):
-            messages.append(user(text(rng, args.turn_words)))
-            replies = await send(Call(f"chat {index} {turn}", turn, args.out, list(messages)))
-            if not replies:
-                return
-            messages.append(replies[0].message)
-
-    return [Session(partial(session, i)) for i in range(args.sessions)]
+async def chat(args: argparse.Namespace, index: int, send: Send) -> None:
+    rng = random.Random(f"{args.seed} chat {index}")
+    messages = [system(f"Session {index}. {text(rng, args.system_words)}")]
+    for turn in range(args.turns):
+        messages.append(user(text(rng, args.turn_words)))
+        replies = await send(Call(f"chat {index} {turn}", turn, args.out, list(messages)))
+        if not replies:
+            return
+        messages.append(replies[0].message)
 
 
-def agent(args: argparse.Namespace) -> list[Session]:
+async def agent(args: argparse.Namespace, index: int, send: Send) -> None:
     shared = random.Random(f"{args.seed} agent")
     prompts = [text(shared, args.system_words) for _ in range(args.systems)]
     tools = [tool(shared) for _ in range(args.tools)]
-
-    async def session(index: int, send: Send) -> None:
-        rng = random.Random(f"{args.seed} agent {index}")
-        prompt = system(prompts[index % args.systems])
-        messages = [prompt, user(f"Agent {index}: {text(rng, args.turn_words)}")]
-        for turn in range(args.turns):
-            listed = rng.sample(tools, len(tools)) if args.shuffle_tools else tools
-            call = Call(f"agent {index} {turn}", turn, args.out, list(messages), listed)
-            replies = await send(call)
-            if not replies:
-                return
-            result = f"Result of step {turn}: {text(rng, args.turn_words)}"
-            messages += [replies[0].message, *tool_results(replies[0], result)]
-
-    return [Session(partial(session, i)) for i in range(args.sessions)]
+    rng = random.Random(f"{args.seed} agent {index}")
+    prompt = system(prompts[index % args.systems])
+    messages = [prompt, user(f"Agent {index}: {text(rng, args.turn_words)}")]
+    for turn in range(args.turns):
+        listed = rng.sample(tools, len(tools)) if args.shuffle_tools else tools
+        call = Call(f"agent {index} {turn}", turn, args.out, list(messages), listed)
+        replies = await send(call)
+        if not replies:
+            return
+        result = f"Result of step {turn}: {text(rng, args.turn_words)}"
+        messages += [replies[0].message, *tool_results(replies[0], result)]
 
 
 def tool(rng: random.Random) -> dict[str, Any]:
@@ -89,84 +81,65 @@ def tool_results(reply: Reply, result: str) -> list[Message]:
 # -- branches ---------------------------------------------------------------------------------
 
 
-def tree(args: argparse.Namespace) -> list[Session]:
-    async def session(index: int, send: Send) -> None:
-        rng = random.Random(f"{args.seed} tree {index}")
-        root = [system(text(rng, args.system_words)), user(f"Problem {index}: {text(rng, 60)}")]
+async def tree(args: argparse.Namespace, index: int, send: Send) -> None:
+    rng = random.Random(f"{args.seed} tree {index}")
+    root = [system(text(rng, args.system_words)), user(f"Problem {index}: {text(rng, 60)}")]
 
-        async def expand(messages: list[Message], path: str, depth: int) -> None:
-            call = Call(f"tree {path}", depth, args.out, messages, temperature=0.8)
-            replies = await send(call)
-            if not replies or depth == args.depth:
-                return
-            so_far = [*messages, replies[0].message]
-            steps = [user(f"Step {depth + 1}, way {b + 1}: go on.") for b in range(args.branch)]
-            await asyncio.gather(
-                *(expand([*so_far, step], f"{path}.{b}", depth + 1) for b, step in enumerate(steps))
-            )
-
-        await expand(root, str(index), 0)
-
-    return [Session(partial(session, i)) for i in range(args.sessions)]
-
-
-def samples(args: argparse.Namespace) -> list[Session]:
-    async def session(index: int, send: Send) -> None:
-        rng = random.Random(f"{args.seed} samples {index}")
-        messages = [system(text(rng, args.system_words)), user(text(rng, args.turn_words))]
-        if args.native_n:
-            call = Call(f"samples {index}", 0, args.out, messages, temperature=0.8, n=args.samples)
-            await send(call)
+    async def expand(messages: list[Message], path: str, depth: int) -> None:
+        replies = await send(Call(f"tree {path}", depth, args.out, messages, temperature=0.8))
+        if not replies or depth == args.depth:
             return
-        calls = [
-            Call(f"samples {index} {i}", 0, args.out, messages, temperature=0.8)
-            for i in range(args.samples)
-        ]
-        await asyncio.gather(*(send(call) for call in calls))
+        so_far = [*messages, replies[0].message]
+        steps = [user(f"Step {depth + 1}, way {b + 1}: go on.") for b in range(args.branch)]
+        await asyncio.gather(
+            *(expand([*so_far, step], f"{path}.{b}", depth + 1) for b, step in enumerate(steps))
+        )
 
-    return [Session(partial(session, i)) for i in range(args.sessions)]
+    await expand(root, str(index), 0)
+
+
+async def samples(args: argparse.Namespace, index: int, send: Send) -> None:
+    rng = random.Random(f"{args.seed} samples {index}")
+    messages = [system(text(rng, args.system_words)), user(text(rng, args.turn_words))]
+    times, n = (1, args.samples) if args.native_n else (args.samples, 1)
+    await asyncio.gather(
+        *(
+            send(Call(f"samples {index} {i}", 0, args.out, messages, temperature=0.8, n=n))
+            for i in range(times)
+        )
+    )
 
 
 # -- single turns -----------------------------------------------------------------------------
 
 
-def few_shot(args: argparse.Namespace) -> list[Session]:
+async def few_shot(args: argparse.Namespace, index: int, send: Send) -> None:
     rng = random.Random(f"{args.seed} few-shot")
-    examples: list[Message] = [system("Answer as the examples do.")]
+    messages: list[Message] = [system("Answer as the examples do.")]
     for _ in range(args.shots):
-        examples.append(user(f"Question: {text(rng, 40)}"))
-        examples.append({"role": "assistant", "content": f"Answer: {text(rng, 20)}"})
-    questions = [[*examples, user(f"Question: {text(rng, 40)}")] for _ in range(args.sessions)]
-    return [single(f"few-shot {i}", m, args.out) for i, m in enumerate(questions)]
+        messages.append(user(f"Question: {text(rng, 40)}"))
+        messages.append({"role": "assistant", "content": f"Answer: {text(rng, 20)}"})
+    rng = random.Random(f"{args.seed} few-shot {index}")
+    messages.append(user(f"Question: {text(rng, 40)}"))
+    await send(Call(f"few-shot {index}", 0, args.out, messages))
 
 
-def shared(args: argparse.Namespace) -> list[Session]:
-    rng = random.Random(f"{args.seed} shared")
-    prompts = []
-    for group in range(args.groups):
-        prefix = system(f"Group {group}. {text(rng, args.system_words)}")
-        prompts += [[prefix, user(text(rng, args.turn_words))] for _ in range(args.prompts)]
-    rng.shuffle(prompts)
-    return [single(f"shared {i}", m, args.out) for i, m in enumerate(prompts)]
+async def shared(args: argparse.Namespace, index: int, send: Send) -> None:
+    order = [*range(args.groups)] * args.prompts
+    random.Random(f"{args.seed} shared").shuffle(order)
+    of_group = random.Random(f"{args.seed} shared group {order[index]}")
+    prefix = system(f"Group {order[index]}. {text(of_group, args.system_words)}")
+    rng = random.Random(f"{args.seed} shared {index}")
+    await send(Call(f"shared {index}", 0, args.out, [prefix, user(text(rng, args.turn_words))]))
 
 
-def documents(args: argparse.Namespace) -> list[Session]:
-    rng = random.Random(f"{args.seed} documents")
-    prompts = [
-        [user(f"{i} {text(rng, args.document_words)} Summarise this.")]
-        for i in range(args.sessions)
-    ]
-    return [single(f"documents {i}", m, args.out) for i, m in enumerate(prompts)]
+async def documents(args: argparse.Namespace, index: int, send: Send) -> None:
+    rng = random.Random(f"{args.seed} documents {index}")
+    prompt = user(f"{index} {text(rng, args.document_words)} Summarise this.")
+    await send(Call(f"documents {index}", 0, args.out, [prompt]))
 
 
-def single(key: str, messages: list[Message], max_tokens: int) -> Session:
-    async def run(send: Send) -> None:
-        await send(Call(key, 0, max_tokens, messages))
-
-    return Session(run)
-
-
-WORKLOADS: dict[str, Callable[[argparse.Namespace], list[Session]]] = {
+WORKLOADS = {
     "chat": chat,
     "agent": agent,
     "tree": tree,
@@ -174,8 +147,8 @@ WORKLOADS: dict[str, Callable[[argparse.Namespace], list[Session]]] = {
     "few-shot": few_shot,
     "shared": shared,
     "documents": documents,
-    "trace": replay,
 }
+NAMES = (*WORKLOADS, "trace")
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +159,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         action=_Workload,
         default="chat",
         metavar="NAME|FILE",
-        help=f"{', '.join(WORKLOADS)}, or a TOML file that names one and sets other options",
+        help=f"{', '.join(NAMES)}, or a TOML file that names one and sets other options",
     )
     add("--seed", type=int, default=0)
     add("--sessions", type=int, default=8, help="conversations, agents, trees or prompts")
@@ -221,18 +194,22 @@ class _Workload(argparse.Action):
         self, parser: Any, namespace: argparse.Namespace, value: Any, option: Any = None
     ) -> None:
         options = {"workload": value}
-        if value not in WORKLOADS:
+        if value not in NAMES:
             try:
                 options = tomllib.loads(Path(value).read_text())
             except (OSError, ValueError) as error:
-                parser.error(f"--workload {value}: {error}; or one of {', '.join(WORKLOADS)}")
+                parser.error(f"--workload {value}: {error}; or one of {', '.join(NAMES)}")
         for name, given in options.items():
-            if not hasattr(namespace, name) or (name == "workload" and given not in WORKLOADS):
+            if not hasattr(namespace, name) or (name == "workload" and given not in NAMES):
                 parser.error(f"--workload {value}: {name} = {given!r} is unknown")
             setattr(namespace, name, given)
 
 
 def build_workload(args: argparse.Namespace) -> list[Session]:
-    if args.workload == "trace" and len(args.trace) != 1:
-        raise ValueError("--workload trace needs one file: --trace PATH")
-    return WORKLOADS[args.workload](args)
+    if args.workload == "trace":
+        if len(args.trace) != 1:
+            raise ValueError("--workload trace needs one file: --trace PATH")
+        return replay(args)
+    session = WORKLOADS[args.workload]
+    count = args.groups * args.prompts if args.workload == "shared" else args.sessions
+    return [Session(partial(session, args, index)) for index in range(count)]

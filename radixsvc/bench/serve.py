@@ -72,39 +72,30 @@ def run(args: argparse.Namespace) -> list[Metric]:
 
 @dataclass
 class Measured:
-    """What one call took; times in seconds, `sent` from the run's start on."""
+    """What one call took; times in seconds."""
 
-    key: str
     turn: int
-    sent: float
     reusable: float  # share of the prompt's characters seen before in this run
     first: float | None = None  # time to first token
     gaps: list[float] = field(default_factory=list)  # between chunks with content
     total: float = 0.0
-    num_chunks: int = 0
-    usage: dict[str, Any] | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
     @property
     def prompt_tokens(self) -> int:
-        return int((self.usage or {}).get("prompt_tokens") or 0)
+        return int(self.usage.get("prompt_tokens") or 0)
 
     @property
     def output_tokens(self) -> int:
         """As the server counts, or else one a chunk."""
-        return int((self.usage or {}).get("completion_tokens") or self.num_chunks)
+        return int(self.usage.get("completion_tokens") or len(self.gaps) + 1)
 
     @property
     def cached_tokens(self) -> int | None:
         """None where the server does not tell."""
-        details = (self.usage or {}).get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens")
-        return None if cached is None else int(cached)
-
-    @property
-    def tiers(self) -> dict[str, int] | None:
-        tiers = (self.usage or {}).get("radixsvc")
-        return tiers if isinstance(tiers, dict) else None
+        cached: int | None = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        return cached
 
 
 async def drive(args: argparse.Namespace) -> list[Metric]:
@@ -174,8 +165,7 @@ class LoadClient:
     async def send(self, call: Call) -> list[Reply]:
         """Replies of a call, none where it failed."""
         prompt = rendered(call)
-        sent = time.perf_counter()
-        record = Measured(call.key, call.turn, sent - self.started, self.seen.share(prompt))
+        record = Measured(call.turn, self.seen.share(prompt))
         self.seen.add(prompt)
         self.measured.append(record)
         answers = [Answer() for _ in range(call.n)]
@@ -207,7 +197,6 @@ class LoadClient:
                     else:
                         record.gaps.append(now - last)
                     last = now
-                    record.num_chunks += 1
         record.total = time.perf_counter() - started
 
     def _request(self, call: Call) -> tuple[str, dict[str, Any]]:
@@ -314,8 +303,8 @@ def reuse(name: str, done: list[Measured]) -> list[Metric]:
     if any(c is not None for c in cached):
         share = 100 * sum(c or 0 for c in cached) / total
         metrics.append(Metric(f"prompt tokens cached{name}", share, "%", None, True))
-    for tier in TIERS if any(m.tiers for m in done) else ():
-        share = 100 * sum((m.tiers or {}).get(tier, 0) for m in done) / total
+    for tier in TIERS if any("radixsvc" in m.usage for m in done) else ():
+        share = 100 * sum(m.usage.get("radixsvc", {}).get(tier, 0) for m in done) / total
         metrics.append(Metric(f"  of these on {tier}{name}", share, "%", None, True))
     most = 100 * sum(m.reusable * m.prompt_tokens for m in done) / total
     metrics.append(Metric(f"prompt characters seen before{name}", most, "%", None, True))

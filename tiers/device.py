@@ -36,7 +36,9 @@ def _allocate(num_pages: int, shape: PageShape, device: torch.device) -> torch.T
     dtype = getattr(torch, shape.dtype)
     if device.type != "cpu" or num_pages == 0:
         return torch.empty(num_pages, shape.elems, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_pages * shape.nbytes)
+    # Private: shared memory, mmap's default, has no huge pages where the system's shmem_enabled is
+    # "never", and attention read it at two thirds the speed.
+    memory = mmap.mmap(-1, num_pages * shape.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

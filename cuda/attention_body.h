@@ -23,7 +23,8 @@
 
 enum { ROWS_PER_VEC = VL / 4, MAX_VECS = MAX_ROWS / ROWS_PER_VEC, GROUPS = BLOCK / 4, RUN = 8 };
 
-/* How logits lie in vectors: QUADS as above; the two others are those of attention_amx.c. */
+/* How logits lie in vectors: QUADS as above; attention_amx.c has [token][16 rows] and, for up to 4
+ * rows, [4 tokens][4 rows]. */
 enum layout { QUADS, ROWS, COMPACT };
 
 typedef float vf __attribute__((vector_size(VL * 4)));
@@ -164,19 +165,24 @@ static void set_limits(const struct rx_tile *t, vi *low, vi *high, int vecs, enu
     int32_t *lo = (int32_t *)low, *hi = (int32_t *)high;
     for (int i = 0; i < vecs * VL; i++) {
         const int r = layout == QUADS ? i / 4 : layout == ROWS ? i : i % 4;
-        const int token = layout == QUADS ? i % 4 : layout == ROWS ? 0 : i / 4 * 4;
+        const int token = layout == QUADS ? i % 4 : layout == ROWS ? 0 : i / 4;
         lo[i] = r < t->num_rows ? t->low[r] - token : 0;
         hi[i] = r < t->num_rows ? t->high[r] - token : INT32_MAX;
     }
 }
 
+INLINE int vecs_of_head(const struct rx_tile *t) {
+    return (t->num_rows + ROWS_PER_VEC - 1) / ROWS_PER_VEC;
+}
+
 static void body_prepare(const struct rx_tile *t, void *memory) {
     struct scratch *s = carve(t, memory);
-    const int dim = padded_dim(t->layer), vecs = (t->num_rows + ROWS_PER_VEC - 1) / ROWS_PER_VEC;
-    for (int r = 0; r < vecs * ROWS_PER_VEC; r++) {
-        float *to = s->q + (size_t)(r / ROWS_PER_VEC) * ROWS_PER_VEC * dim + r % ROWS_PER_VEC * 4;
-        if (r < t->num_rows) widen(t->q[r], t->layer->dtype, t->layer->head_dim, dim, s->kv);
-        else memset(s->kv, 0, (size_t)dim * 4);
+    const int dim = padded_dim(t->layer), vecs = vecs_of_head(t);
+    for (int i = 0; i < t->num_heads * vecs * ROWS_PER_VEC; i++) {
+        const int head = i / ROWS_PER_VEC / vecs, row = i - head * vecs * ROWS_PER_VEC;
+        const char *q = t->q[head * t->num_rows + row % t->num_rows];
+        float *to = s->q + (size_t)(i / ROWS_PER_VEC) * ROWS_PER_VEC * dim + i % ROWS_PER_VEC * 4;
+        widen(q, t->layer->dtype, t->layer->head_dim, dim, s->kv);
         for (int g = 0; g < dim / 4; g++) memcpy(to + (size_t)g * VL, s->kv + g * 4, 16);
     }
     set_limits(t, s->low, s->high, vecs, QUADS);
@@ -196,27 +202,30 @@ static void locate(const struct rx_tile *t, int begin, int end, struct block *b)
     }
 }
 
-/* Asks for `tokens` keys and values from the i-th on, between computations: so many loads at once
- * would wait for each other and keep the processor. */
-INLINE void fetch(const struct rx_tile *t, const struct block *b, int i, int tokens) {
-    if (t->page_size % RUN != 0 || i >= b->n) return;
-    const int64_t first = i % RUN * t->row_bytes, end = first + tokens * t->row_bytes;
-    for (int64_t at = first; at < end; at += 64) __builtin_prefetch(b->k[i / RUN] + at, 0, 2);
-    for (int64_t at = first; at < end; at += 64) __builtin_prefetch(b->v[i / RUN] + at, 0, 2);
+/* Asks for a line of each KiB of the i-th run of keys and values; the processor's own prefetching
+ * adds the others. Asking for all would fill the buffers that the loads of this block need. */
+INLINE void fetch(const struct rx_tile *t, const struct block *b, int i, int head) {
+    if (t->page_size % RUN != 0 || i * RUN >= b->n) return;
+    const int64_t from = head * t->head_bytes;
+    for (int64_t at = from; at < from + RUN * t->row_bytes; at += 1024) {
+        __builtin_prefetch(b->k[i] + at);
+        __builtin_prefetch(b->v[i] + at);
+    }
 }
 
-/* The runs of `now` in fp32: where they lie, or widened in scratch. Values of no token are 0. */
-static void open_block(const struct rx_tile *t, struct scratch *s, const struct block *now,
+/* A head's runs of `now` in fp32: where they lie, or widened in scratch. Values of no token are 0. */
+static void open_block(const struct rx_tile *t, struct scratch *s, const struct block *now, int head,
                        int pos, int dim, const float **k, const float **v) {
     const struct rx_layer *layer = t->layer;
+    const int64_t from = head * t->head_bytes;
     const int in_place =
         layer->dtype == RX_F32 && dim == layer->head_dim && t->page_size % RUN == 0;
     for (int i = 0; i * RUN < now->n; i++) {
         float *to_k = s->kv + (size_t)i * RUN * dim, *to_v = to_k + (size_t)BLOCK * dim;
-        k[i] = in_place ? (const float *)now->k[i] : to_k;
+        k[i] = in_place ? (const float *)(now->k[i] + from) : to_k;
         v[i] = to_v;
         if (in_place && (i + 1) * RUN <= now->n) {
-            v[i] = (const float *)now->v[i];
+            v[i] = (const float *)(now->v[i] + from);
             continue;
         }
         for (int j = i * RUN; j < (i + 1) * RUN; j++, to_k += dim, to_v += dim) {
@@ -224,7 +233,7 @@ static void open_block(const struct rx_tile *t, struct scratch *s, const struct 
                 memset(to_v, 0, (size_t)dim * 4);
                 continue;
             }
-            const int64_t at = row_at(t, pos + j);
+            const int64_t at = row_at(t, pos + j) + from;
             widen(t->v + at, layer->dtype, layer->head_dim, dim, to_v);
             if (!in_place) widen(t->k + at, layer->dtype, layer->head_dim, dim, to_k);
         }
@@ -297,8 +306,7 @@ INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, enum layout 
         vf x = load(s + g * VL);
         if (cap != 0) x = soft_cap(x, 2 * log2e * layer->scale / layer->softcap, cap);
         if (low) {
-            const int token = layout == QUADS ? 4 * g : layout == ROWS ? g : g / 4 * 16 + g % 4;
-            const int32_t at = pos + token;
+            const int32_t at = pos + (layout == ROWS ? g : 4 * g);
             x = select_vf((at >= *low) & (at < *high), x, splat(-INFINITY));
         }
         if (low || cap != 0) store(s + g * VL, x);
@@ -314,7 +322,7 @@ INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, enum layout 
         for (int i = 0; i < unroll; i++) {
             const vf p = exp2_vf(load(s + (g + i) * VL) * scale - top);
             store(s + (g + i) * VL, p);
-            sum[layout == ROWS ? i / 4 : 0] += p;
+            sum[layout == ROWS ? i % 4 : 0] += p;
         }
     if (layout == ROWS) sum[0] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
     if (layout == COMPACT) sum[0] = sum_of_lanes(sum[0]);
@@ -323,15 +331,17 @@ INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, enum layout 
     return fix;
 }
 
-static void all_logits(const struct rx_tile *t, struct scratch *s, const float *const *k, int n,
-                       int groups, int vecs, const struct block *next) {
+static void all_logits(const struct rx_tile *t, const struct scratch *s, const float *q,
+                       const float *const *k, int n, int groups, const struct block *next,
+                       int head) {
+    const int vecs = vecs_of_head(t);
     int r = 0;
-#define LOGITS(VECS, TOKENS)                                                                   \
-    for (int i = 0; i < n; i += TOKENS) {                                                      \
-        if (r == 0) fetch(t, next, i, TOKENS);                                                 \
-        logits(s->q + (size_t)r * groups * VL, groups, k[i / RUN] + i % RUN * 4 * groups,      \
-               s->s + (r * GROUPS + i / 4) * VL, VECS, TOKENS);                                \
-    }                                                                                          \
+#define LOGITS(VECS, TOKENS)                                                         \
+    for (int i = 0; i < n; i += TOKENS) {                                            \
+        if (r == 0 && i % RUN == 0) fetch(t, next, i / RUN, head);                   \
+        logits(q + (size_t)r * groups * VL, groups, k[i / RUN] + i % RUN * 4 * groups, \
+               s->s + (r * GROUPS + i / 4) * VL, VECS, TOKENS);                      \
+    }                                                                                \
     r += VECS
     while (vecs - r >= LOGIT_VECS) { LOGITS(LOGIT_VECS, 4); }
     while (vecs - r >= 2) { LOGITS(2, 4); }
@@ -339,13 +349,14 @@ static void all_logits(const struct rx_tile *t, struct scratch *s, const float *
 #undef LOGITS
 }
 
-static void all_outputs(struct scratch *s, const float *const *v, int n, int groups, int vecs) {
+static void all_outputs(const struct scratch *s, float *o, const float *const *v, int n, int groups,
+                        int vecs) {
     for (int r = 0; r < vecs;) {
         const int take = vecs - r >= OUTPUT_VECS ? OUTPUT_VECS : 1;
         int g = 0;
-#define OUTPUTS(VECS, NUM)                                                                     \
-    for (; groups - g >= NUM; g += NUM)                                                        \
-    outputs(s->s + (size_t)r * GROUPS * VL, v, n, 4 * g, s->o + ((size_t)r * groups + g) * VL, \
+#define OUTPUTS(VECS, NUM)                                                                  \
+    for (; groups - g >= NUM; g += NUM)                                                     \
+    outputs(s->s + (size_t)r * GROUPS * VL, v, n, 4 * g, o + ((size_t)r * groups + g) * VL, \
             groups, s->fix + r, VECS, NUM)
         if (take == OUTPUT_VECS) {
             OUTPUTS(OUTPUT_VECS, OUTPUT_GROUPS);
@@ -363,30 +374,34 @@ static void all_outputs(struct scratch *s, const float *const *v, int n, int gro
 static void body_attend(const struct rx_tile *t, void *memory, int begin, int end, int ahead) {
     struct scratch *s = carve(t, memory);
     const struct rx_layer *layer = t->layer;
-    const int dim = padded_dim(layer), groups = dim / 4;
-    const int vecs = (t->num_rows + ROWS_PER_VEC - 1) / ROWS_PER_VEC;
+    const int dim = padded_dim(layer), groups = dim / 4, vecs = vecs_of_head(t);
     struct block blocks[2];
-    for (int r = 0; r < vecs; r++) s->m[r] = splat(RX_NONE), s->l[r] = (vf){0};
-    memset(s->o, 0, (size_t)vecs * ROWS_PER_VEC * dim * 4);
+    for (int i = 0; i < t->num_heads * vecs; i++) s->m[i] = splat(RX_NONE), s->l[i] = (vf){0};
+    memset(s->o, 0, (size_t)t->num_heads * vecs * ROWS_PER_VEC * dim * 4);
     locate(t, begin, end, &blocks[0]);
     for (int pos = begin, turn = 0; pos < end; pos += BLOCK, turn ^= 1) {
         const struct block *now = &blocks[turn], *next = &blocks[turn ^ 1];
         const int padded = (now->n + RUN - 1) / RUN * RUN;
-        const float *k[BLOCK / RUN], *v[BLOCK / RUN];
-        locate(t, pos + BLOCK, pos + BLOCK < ahead ? ahead : pos + BLOCK, &blocks[turn ^ 1]);
-        open_block(t, s, now, pos, dim, k, v);
-        all_logits(t, s, k, padded, groups, vecs, next);
         const int masked = pos < t->max_low || pos + padded > t->min_high;
-        for (int r = 0; r < vecs; r++)
-            s->fix[r] = weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, QUADS, pos,
-                              masked ? &s->low[r] : NULL, &s->high[r], &s->m[r], &s->l[r]);
-        all_outputs(s, v, padded, groups, vecs);
+        locate(t, pos + BLOCK, pos + BLOCK < ahead ? ahead : pos + BLOCK, &blocks[turn ^ 1]);
+        for (int head = 0, first = 0; head < t->num_heads; head++, first += vecs) {
+            const float *k[BLOCK / RUN], *v[BLOCK / RUN];
+            open_block(t, s, now, head, pos, dim, k, v);
+            all_logits(t, s, s->q + (size_t)first * groups * VL, k, padded, groups, next, head);
+            for (int r = 0; r < vecs; r++)
+                s->fix[r] =
+                    weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, QUADS, pos,
+                          masked ? &s->low[r] : NULL, &s->high[r], &s->m[first + r],
+                          &s->l[first + r]);
+            all_outputs(s, s->o + (size_t)first * groups * VL, v, padded, groups, vecs);
+        }
     }
-    for (int r = 0; r < t->num_rows; r++) {
-        const int vec = r / ROWS_PER_VEC, lane = r % ROWS_PER_VEC * 4;
+    for (int i = 0; i < t->num_heads * t->num_rows; i++) {
+        const int r = i % t->num_rows, vec = i / t->num_rows * vecs + r / ROWS_PER_VEC;
+        const int lane = r % ROWS_PER_VEC * 4;
         const float *o = s->o + (size_t)vec * groups * VL + lane;
         const float *l = (const float *)&s->l[vec] + lane;
-        float *part = t->part[r], *end_of_o = part + rx_part_stride(layer->head_dim) - 16;
+        float *part = t->part[i], *end_of_o = part + rx_part_stride(layer->head_dim) - 16;
         for (int g = 0; g < groups; g++) memcpy(part + 4 * g, o + (size_t)g * VL, 16);
         for (float *rest = part + dim; rest < end_of_o; rest++) *rest = 0;
         end_of_o[0] = s->m[vec][lane];
@@ -409,7 +424,7 @@ static void body_fold(float *total, const float *part, int num_rows, int head_di
 static void body_finish(const struct rx_tile *t, const float *total) {
     const int stride = rx_part_stride(t->layer->head_dim), width = stride - 16;
     float row[width];
-    for (int r = 0; r < t->num_rows; r++, total += stride) {
+    for (int r = 0; r < t->num_heads * t->num_rows; r++, total += stride) {
         float l = total[width + 1], a = 1;
         if (t->layer->sinks) {
             const float sink = t->sink[r] * 1.44269504f;

@@ -1,11 +1,12 @@
 /* Appends new keys and values, then cuts a ragged batch into tiles and hands them to the threads.
  *
- * A tile is up to MAX_ROWS rows of one sequence and one key/value head, a row being a new token's
- * query head. Its splits are computed and folded in order by one thread, except for those stored
- * beforehand, in a first round of jobs, in slots of [split][kv head][row] per sequence:
+ * A tile is up to MAX_ROWS rows of one sequence, a row being a new token's query head: all heads of
+ * decoding tokens, or one key/value head of many tokens. Its splits are computed and folded in order
+ * by one thread, except for those stored beforehand, in a first round of jobs, in slots of
+ * [split][kv head][row] per sequence. Such a run of splits is
  *
- *   - the whole splits that a group of sequences shares, for the rows of all its members at once;
- *   - all splits of a tile that is too large a part of the step to be left to one thread.
+ *   - what a group of sequences shares, for the rows of all its members at once;
+ *   - the own splits of a sequence that is too large a part of the step to be left to one thread.
  *
  * The result is the same bit for bit however the work is cut (attention_tile.h). */
 #include "attention_tile.h"
@@ -21,6 +22,12 @@
 
 enum { SERIAL_APPEND_BYTES = 1 << 18, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
 
+/* Splits to be stored, for all rows of its sequences. Jobs are [tile of rows][split][heads]. */
+struct run {
+    const int32_t *seqs;
+    int32_t num_seqs, num_rows, first_split, num_splits, heads; /* of a tile */
+};
+
 struct plan {
     const struct rx_layer *layer;
     const struct rx_batch *batch;
@@ -31,10 +38,12 @@ struct plan {
     size_t scratch_bytes;
     atomic_int out_of_memory;
     float *slots;
-    /* Per sequence: its first tile, its first slot, its first split job, splits stored, of these
-     * by its group. Tiles and jobs are [kv head][tile of rows]. */
-    int64_t *first_tile, *first_slot, *first_job, *first_group_job;
-    int32_t *stored, *shared;
+    struct run *runs;
+    int32_t num_runs;
+    int32_t *first_job; /* of a run, in round one */
+    /* Per sequence: its id, its first tile in round two, splits stored, its first slot. */
+    int32_t *ids, *first_tile, *stored;
+    int64_t *first_slot;
 };
 
 static _Atomic(const struct rx_tile_kernel *) chosen;
@@ -87,10 +96,22 @@ static int32_t q_len(const struct rx_batch *b, int s) {
     return b->cu_seqlens_q[s + 1] - b->cu_seqlens_q[s];
 }
 
+/* Tiles of up to MAX_ROWS rows, or of up to `heads` heads. */
 static int num_tiles(int32_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+static int num_chunks(const struct plan *p, int heads) {
+    return (p->layer->kv_heads + heads - 1) / heads;
+}
 
-/* The sequence (or group) that job `i` belongs to: the last with first[s] <= i. */
-static int owner(const int64_t *first, int n, int64_t i) {
+/* Heads of a tile of so many rows: as many as fit, yet leaving each thread four of `splits` jobs. */
+static int heads_of_tile(const struct plan *p, int32_t rows, int64_t splits) {
+    int heads = rows < MAX_ROWS ? MAX_ROWS / rx_padded(rows) : 1;
+    if (heads > p->layer->kv_heads) heads = p->layer->kv_heads;
+    while (heads > 1 && splits * num_chunks(p, heads) < 4 * rx_num_threads()) heads /= 2;
+    return heads < 1 ? 1 : heads;
+}
+
+/* The sequence or run that job (or token) `i` belongs to: the last with first[s] <= i. */
+static int owner(const int32_t *first, int n, int64_t i) {
     int lo = 0, hi = n;
     while (hi - lo > 1) {
         const int mid = (lo + hi) / 2;
@@ -113,19 +134,14 @@ static void append_token(void *context, int64_t token) {
     const struct plan *p = context;
     const struct rx_layer *l = p->layer;
     const struct rx_batch *b = p->batch;
-    int lo = 0, hi = b->num_seqs;
-    while (hi - lo > 1) {
-        const int mid = (lo + hi) / 2;
-        if (b->cu_seqlens_q[mid] <= token) lo = mid;
-        else hi = mid;
-    }
-    const int32_t pos = b->kv_lens[lo] - b->cu_seqlens_q[lo + 1] + (int32_t)token;
+    const int s = owner(b->cu_seqlens_q, b->num_seqs, token);
+    const int32_t pos = b->kv_lens[s] - b->cu_seqlens_q[s + 1] + (int32_t)token;
     const size_t bytes = (size_t)(l->head_dim * p->item);
     for (int h = 0; h < l->kv_heads; h++) {
         const int64_t k = token * l->k_stride + h * l->k_head_stride;
         const int64_t v = token * l->v_stride + h * l->v_head_stride;
-        memcpy(cache_row(p, lo, h, 0, pos), (const char *)l->k + k * p->item, bytes);
-        memcpy(cache_row(p, lo, h, 1, pos), (const char *)l->v + v * p->item, bytes);
+        memcpy(cache_row(p, s, h, 0, pos), (const char *)l->k + k * p->item, bytes);
+        memcpy(cache_row(p, s, h, 1, pos), (const char *)l->v + v * p->item, bytes);
     }
 }
 
@@ -135,33 +151,38 @@ static float *slot(const struct plan *p, int s, int split, int head, int row) {
     return p->slots + (p->first_slot[s] + at) * p->stride;
 }
 
-static void open_tile(const struct plan *p, struct rx_tile *t, int s, int head) {
+/* A tile of up to `heads` heads from `head` on, without rows. */
+static void open_tile(const struct plan *p, struct rx_tile *t, int s, int head, int heads) {
     const struct rx_layer *l = p->layer;
-    const int64_t head_elems = (int64_t)p->batch->page_size * l->head_dim;
     t->layer = l;
-    t->k = (const char *)l->pool + (l->layer_offset + head * head_elems) * p->item;
-    t->v = t->k + l->kv_heads * head_elems * p->item;
-    t->page_bytes = l->page_stride * p->item;
     t->row_bytes = l->head_dim * p->item;
+    t->head_bytes = p->batch->page_size * t->row_bytes;
+    t->page_bytes = l->page_stride * p->item;
+    t->k = (const char *)l->pool + l->layer_offset * p->item + head * t->head_bytes;
+    t->v = t->k + l->kv_heads * t->head_bytes;
     t->pages = p->batch->pages + p->batch->page_indptr[s];
     t->page_size = p->batch->page_size;
+    t->num_heads = heads < l->kv_heads - head ? heads : l->kv_heads - head;
     t->num_rows = 0;
     t->begin = t->min_high = INT32_MAX;
     t->end = t->max_low = 0;
 }
 
-static void add_row(const struct plan *p, struct rx_tile *t, int s, int head, int row,
-                    float *part) {
+/* Row `row` of sequence s joins a tile of `rows` rows, for each head from `head` on. */
+static void add_row(const struct plan *p, struct rx_tile *t, int s, int head, int row, int rows) {
     const struct rx_layer *l = p->layer;
-    const int r = t->num_rows++, q_head = head * p->group_size + row % p->group_size;
+    const int r = t->num_rows++;
     const int32_t i = row / p->group_size;
     const int64_t token = p->batch->cu_seqlens_q[s] + i;
     const int32_t high = p->batch->kv_lens[s] - q_len(p->batch, s) + i + 1;
     const int32_t low = l->window && high > l->window ? high - l->window : 0;
-    t->q[r] = (const char *)l->q + (token * l->q_stride + q_head * l->q_head_stride) * p->item;
-    t->out[r] = (char *)l->out + (token * l->out_stride + q_head * l->out_head_stride) * p->item;
-    t->part[r] = part;
-    t->sink[r] = l->sinks ? l->sinks[q_head] : 0;
+    for (int h = 0; h < t->num_heads; h++) {
+        const int at = h * rows + r, q_head = (head + h) * p->group_size + row % p->group_size;
+        t->q[at] = (const char *)l->q + (token * l->q_stride + q_head * l->q_head_stride) * p->item;
+        t->out[at] =
+            (char *)l->out + (token * l->out_stride + q_head * l->out_head_stride) * p->item;
+        t->sink[at] = l->sinks ? l->sinks[q_head] : 0;
+    }
     t->low[r] = low;
     t->high[r] = high;
     if (low < t->begin) t->begin = low;
@@ -177,125 +198,125 @@ static void attend_split(const struct plan *p, const struct rx_tile *t, void *sc
     p->kernel->attend(t, scratch, begin, end, ahead < t->end ? ahead : t->end);
 }
 
-/* Round one, a sequence's own split: [tile of rows][split][kv head]. */
-static void own_split(const struct plan *p, int64_t job, void *scratch) {
-    const int s = owner(p->first_job, p->batch->num_seqs, job);
-    const int heads = p->layer->kv_heads, own = p->stored[s] - p->shared[s];
-    const int64_t at = job - p->first_job[s];
-    const int head = (int)(at % heads), split = p->shared[s] + (int)(at / heads % own);
-    const int rows = q_len(p->batch, s) * p->group_size, from = (int)(at / heads / own) * MAX_ROWS;
-    struct rx_tile t;
-    open_tile(p, &t, s, head);
-    for (int row = from; row < rows && row < from + MAX_ROWS; row++)
-        add_row(p, &t, s, head, row, slot(p, s, split, head, row));
-    if (split < t.begin / SPLIT || split * SPLIT >= t.end) return;
-    p->kernel->prepare(&t, scratch);
-    attend_split(p, &t, scratch, split, (split + 1) * SPLIT);
-}
-
-/* Round one, a group's shared split: [tile of rows][split][kv head]. */
-static void group_split(const struct plan *p, int64_t job, void *scratch) {
-    const struct rx_batch *b = p->batch;
-    const int g = owner(p->first_group_job, b->num_groups, job);
-    const int heads = p->layer->kv_heads, splits = b->group_lens[g] / SPLIT;
-    const int64_t at = job - p->first_group_job[g];
-    const int head = (int)(at % heads), split = (int)(at / heads % splits);
-    int64_t skip = at / heads / splits * MAX_ROWS;
-    struct rx_tile t;
-    open_tile(p, &t, b->group_seqs[b->group_indptr[g]], head);
-    for (int i = b->group_indptr[g]; i < b->group_indptr[g + 1] && t.num_rows < MAX_ROWS; i++) {
-        const int s = b->group_seqs[i], rows = q_len(b, s) * p->group_size;
-        for (int row = skip < rows ? (int)skip : rows; row < rows && t.num_rows < MAX_ROWS; row++)
-            add_row(p, &t, s, head, row, slot(p, s, split, head, row));
-        skip = skip < rows ? 0 : skip - rows;
-    }
-    if (split < t.begin / SPLIT) return;
-    p->kernel->prepare(&t, scratch);
-    attend_split(p, &t, scratch, split, (split + 1) * SPLIT);
-}
-
 static void *scratch_of_thread(struct plan *p) {
     void *scratch = rx_thread_memory(0, p->scratch_bytes);
     if (!scratch) atomic_store(&p->out_of_memory, 1);
     return scratch;
 }
 
-static void first_round(void *context, int64_t job) {
+/* Round one: a split of a run, for one tile of its rows. */
+static void store_split(void *context, int64_t job) {
     struct plan *p = context;
+    const struct rx_batch *b = p->batch;
+    const int i = owner(p->first_job, p->num_runs, job);
+    const struct run *run = &p->runs[i];
+    const int chunks = num_chunks(p, run->heads);
+    const int64_t at = job - p->first_job[i];
+    const int head = (int)(at % chunks) * run->heads;
+    const int split = run->first_split + (int)(at / chunks % run->num_splits);
+    int32_t skip = (int32_t)(at / chunks / run->num_splits) * MAX_ROWS;
+    const int32_t left = run->num_rows - skip, rows = left < MAX_ROWS ? left : MAX_ROWS;
     void *scratch = scratch_of_thread(p);
-    const int64_t group_jobs = p->first_group_job[p->batch->num_groups];
     if (!scratch) return;
-    if (job < group_jobs) group_split(p, job, scratch);
-    else own_split(p, job - group_jobs, scratch);
+    struct rx_tile t;
+    open_tile(p, &t, run->seqs[0], head, run->heads);
+    for (int j = 0; t.num_rows < rows; j++) {
+        const int s = run->seqs[j];
+        const int32_t of_seq = q_len(b, s) * p->group_size;
+        for (int row = skip < of_seq ? skip : of_seq; row < of_seq && t.num_rows < rows; row++) {
+            for (int h = 0; h < t.num_heads; h++)
+                t.part[h * rows + t.num_rows] = slot(p, s, split, head + h, row);
+            add_row(p, &t, s, head, row, rows);
+        }
+        skip = skip < of_seq ? 0 : skip - of_seq;
+    }
+    if (split < t.begin / SPLIT || split * SPLIT >= t.end) return;
+    p->kernel->prepare(&t, scratch);
+    attend_split(p, &t, scratch, split, (split + 1) * SPLIT);
 }
 
-/* Round two, a tile: [kv head][tile of rows] of each sequence. */
-static void second_round(void *context, int64_t job) {
+/* Round two: a tile, [heads][tile of rows] of each sequence. */
+static void finish_tile(void *context, int64_t job) {
     struct plan *p = context;
     char *scratch = scratch_of_thread(p);
     if (!scratch) return;
     const int s = owner(p->first_tile, p->batch->num_seqs, job);
-    const int rows = q_len(p->batch, s) * p->group_size, tiles = num_tiles(rows);
-    const int head = (int)((job - p->first_tile[s]) / tiles);
-    const int from = (int)((job - p->first_tile[s]) % tiles) * MAX_ROWS;
+    const int32_t of_seq = q_len(p->batch, s) * p->group_size;
+    const int tiles = num_tiles(of_seq), heads = heads_of_tile(p, of_seq, INT32_MAX);
+    const int head = (int)(job - p->first_tile[s]) / tiles * heads;
+    const int from = (int)(job - p->first_tile[s]) % tiles * MAX_ROWS;
+    const int rows = of_seq - from < MAX_ROWS ? of_seq - from : MAX_ROWS;
     float *total = (float *)scratch, *part = total + (size_t)MAX_ROWS * p->stride;
     float *work = part + (size_t)MAX_ROWS * p->stride;
     struct rx_tile t;
-    open_tile(p, &t, s, head);
-    for (int row = from; row < rows && row < from + MAX_ROWS; row++)
-        add_row(p, &t, s, head, row, part + (size_t)t.num_rows * p->stride);
-    for (int r = 0; r < t.num_rows; r++) {
+    open_tile(p, &t, s, head, heads);
+    for (int row = from; row < from + rows; row++) add_row(p, &t, s, head, row, rows);
+    for (int r = 0; r < t.num_heads * rows; r++) {
+        t.part[r] = part + (size_t)r * p->stride;
         memset(total + (size_t)r * p->stride, 0, (size_t)p->stride * 4);
         total[(size_t)(r + 1) * p->stride - 16] = RX_NONE;
     }
     int prepared = 0;
     for (int split = t.begin / SPLIT; split * SPLIT < t.end; split++) {
         const float *done = part;
-        if (split < p->stored[s]) {
+        if (split < p->stored[s]) { /* heads follow each other, since such tiles hold all rows */
             done = slot(p, s, split, head, from);
         } else {
             if (!prepared++) p->kernel->prepare(&t, work);
             attend_split(p, &t, work, split, t.end);
         }
-        p->kernel->fold(total, done, t.num_rows, p->layer->head_dim);
+        p->kernel->fold(total, done, t.num_heads * rows, p->layer->head_dim);
     }
     p->kernel->finish(&t, total);
 }
 
-/* Decides what round one stores. Returns the number of its jobs, and of round two's in *tiles. */
-static int64_t make_plan(struct plan *p, int64_t *tiles, int64_t *slots) {
+/* Adds a run; returns the number of round one's jobs with it. */
+static int32_t add_run(struct plan *p, const int32_t *seqs, int num_seqs, int first_split,
+                       int num_splits, int32_t jobs) {
+    int32_t rows = 0;
+    for (int i = 0; i < num_seqs; i++) rows += q_len(p->batch, seqs[i]) * p->group_size;
+    const int heads = heads_of_tile(p, rows, num_splits);
+    p->first_job[p->num_runs] = jobs;
+    p->runs[p->num_runs++] =
+        (struct run){seqs, num_seqs, rows, first_split, num_splits, heads};
+    return jobs + num_tiles(rows) * num_splits * num_chunks(p, heads);
+}
+
+/* Decides what round one stores. Returns its number of jobs, of round two's in *tiles. */
+static int32_t make_plan(struct plan *p, int32_t *tiles, int64_t *slots) {
     const struct rx_batch *b = p->batch;
-    const int heads = p->layer->kv_heads, threads = rx_num_threads();
-    int64_t work = 0, jobs = 0;
-    p->first_group_job[0] = *tiles = *slots = 0;
-    memset(p->shared, 0, (size_t)b->num_seqs * sizeof *p->shared);
+    const int threads = rx_num_threads();
+    int64_t work = 0;
+    int32_t jobs = 0;
+    memset(p->stored, 0, (size_t)b->num_seqs * sizeof *p->stored);
     for (int g = 0; g < b->num_groups; g++) {
+        const int32_t *seqs = b->group_seqs + b->group_indptr[g];
+        const int num_seqs = b->group_indptr[g + 1] - b->group_indptr[g];
         const int32_t splits = b->group_lens[g] / SPLIT;
-        int32_t rows = 0;
-        for (int i = b->group_indptr[g]; i < b->group_indptr[g + 1]; i++) {
-            rows += q_len(b, b->group_seqs[i]) * p->group_size;
-            p->shared[b->group_seqs[i]] = splits;
-        }
-        const int64_t jobs_of_group = (int64_t)num_tiles(rows) * heads * splits;
-        p->first_group_job[g + 1] = p->first_group_job[g] + jobs_of_group;
+        for (int i = 0; i < num_seqs; i++) p->stored[seqs[i]] = splits;
+        jobs = add_run(p, seqs, num_seqs, 0, splits, jobs);
     }
     for (int s = 0; s < b->num_seqs; s++) {
-        const int64_t rest = b->kv_lens[s] - p->shared[s] * (int64_t)SPLIT;
-        work += rest * num_tiles(q_len(b, s) * p->group_size) * heads;
+        const int64_t rest = b->kv_lens[s] - p->stored[s] * (int64_t)SPLIT;
+        work += rest * num_tiles(q_len(b, s) * p->group_size) * p->layer->kv_heads;
     }
+    *tiles = 0, *slots = 0;
     for (int s = 0; s < b->num_seqs; s++) {
         const int32_t rows = q_len(b, s) * p->group_size;
-        const int64_t rest = b->kv_lens[s] - p->shared[s] * (int64_t)SPLIT;
-        const int cut = threads > 1 && rest > 2 * SPLIT && rest * 4 * threads > work;
-        p->stored[s] = cut ? (b->kv_lens[s] + SPLIT - 1) / SPLIT : p->shared[s];
+        const int heads = heads_of_tile(p, rows, INT32_MAX);
+        const int64_t rest = b->kv_lens[s] - p->stored[s] * (int64_t)SPLIT;
+        p->ids[s] = s;
+        if (rows && threads > 1 && rest > 2 * SPLIT && rest * heads * 4 * threads > work) {
+            const int splits = (int)((rest + SPLIT - 1) / SPLIT);
+            jobs = add_run(p, &p->ids[s], 1, p->stored[s], splits, jobs);
+            p->stored[s] += splits;
+        }
         p->first_tile[s] = *tiles;
         p->first_slot[s] = *slots;
-        p->first_job[s] = jobs;
-        *tiles += (int64_t)num_tiles(rows) * heads;
-        *slots += (int64_t)p->stored[s] * heads * rows;
-        jobs += (int64_t)num_tiles(rows) * heads * (p->stored[s] - p->shared[s]);
+        *tiles += num_tiles(rows) * num_chunks(p, heads);
+        *slots += (int64_t)p->stored[s] * p->layer->kv_heads * rows;
     }
-    return p->first_group_job[b->num_groups] + jobs;
+    return jobs;
 }
 
 const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch *batch) {
@@ -305,6 +326,7 @@ const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch
     p.item = layer->dtype == RX_F32 ? 4 : 2;
     p.group_size = layer->q_heads / layer->kv_heads;
     p.stride = rx_part_stride(layer->head_dim);
+    if (!p.kernel->scratch_bytes(layer)) p.kernel = &rx_tile_avx512;
     p.scratch_bytes = p.kernel->scratch_bytes(layer) + (size_t)2 * MAX_ROWS * p.stride * 4;
     if (layer->k) {
         const int64_t bytes = batch->num_tokens * p.item * layer->head_dim * layer->kv_heads;
@@ -312,24 +334,26 @@ const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch
         else
             for (int64_t token = 0; token < batch->num_tokens; token++) append_token(&p, token);
     }
-    const size_t n = (size_t)batch->num_seqs + 1, groups = (size_t)batch->num_groups + 1;
-    int64_t *tables = malloc((3 * n + groups) * sizeof(int64_t) + 2 * n * sizeof(int32_t));
+    const size_t n = (size_t)batch->num_seqs, runs = n + (size_t)batch->num_groups;
+    char *tables = malloc(n * sizeof *p.first_slot + runs * sizeof *p.runs +
+                          (runs + 3 * n) * sizeof(int32_t));
     if (!tables) return no_memory;
-    p.first_tile = tables;
-    p.first_slot = tables + n;
-    p.first_job = tables + 2 * n;
-    p.first_group_job = tables + 3 * n;
-    p.stored = (int32_t *)(tables + 3 * n + groups);
-    p.shared = p.stored + n;
-    int64_t tiles, slots;
-    const int64_t jobs = make_plan(&p, &tiles, &slots);
+    p.first_slot = (int64_t *)tables;
+    p.runs = (struct run *)(p.first_slot + n);
+    p.first_job = (int32_t *)(p.runs + runs);
+    p.ids = p.first_job + runs;
+    p.first_tile = p.ids + n;
+    p.stored = p.first_tile + n;
+    int32_t tiles;
+    int64_t slots;
+    const int32_t jobs = make_plan(&p, &tiles, &slots);
     p.slots = slots ? rx_thread_memory(1, (size_t)slots * p.stride * 4) : NULL;
     if (slots && !p.slots) {
         free(tables);
         return no_memory;
     }
-    if (jobs) rx_parallel(jobs, first_round, &p);
-    rx_parallel(tiles, second_round, &p);
+    rx_parallel(jobs, store_split, &p);
+    rx_parallel(tiles, finish_tile, &p);
     free(tables);
     return atomic_load(&p.out_of_memory) ? no_memory : NULL;
 }

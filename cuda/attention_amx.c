@@ -192,8 +192,8 @@ INLINE void pack_compact_weights(const float *s, int chunks, uint16_t *p) {
     }
 }
 
-/* A head's values of pairs of tokens, interleaved: tiles of [16 pairs][16 dims][2], the first of two
- * with dims 0-3, 8-11, 16-19, 24-27 of 32, the second with the others. */
+/* A head's values of pairs of tokens, interleaved: tiles of [16 pairs][16 dims][2], the first of
+ * two with dims 0-3, 8-11, 16-19, 24-27 of 32, the second with the others. */
 static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, const struct block *b,
                         const struct block *next, int head, int pos, int dim, int chunks) {
     const int64_t from = head * t->head_bytes;
@@ -206,7 +206,7 @@ static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, co
                             ? t->v + from + row_at(t, pos + j)
                             : b->v[j / RUN] + from + j % RUN * t->row_bytes;
         }
-        if (i % (RUN / 2) == 0) fetch(t, next, i / (RUN / 2), head);
+        fetch(t, next, 2 * i, 2, head);
         uint16_t *to = a->v + i / 16 * dim * 32 + i % 16 * 32;
         for (int d = 0; d < dim; d += 32, to += 2 * TILE) {
             const __m512i x = _mm512_loadu_si512(v[0] + 2 * d);

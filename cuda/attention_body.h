@@ -143,7 +143,7 @@ static void narrow(const float *src, enum rx_dtype dtype, int n, char *dst) {
 
 static int padded_dim(const struct rx_layer *layer) { return (layer->head_dim + 3) / 4 * 4; }
 
-static size_t body_scratch_bytes(const struct rx_layer *layer) {
+static inline size_t body_scratch_bytes(const struct rx_layer *layer) {
     const size_t dim = (size_t)padded_dim(layer);
     const size_t floats = 2 * MAX_ROWS * dim + MAX_ROWS * BLOCK + 2 * BLOCK * dim;
     return sizeof(struct scratch) + 4 * floats + 4096;
@@ -175,7 +175,7 @@ INLINE int vecs_of_head(const struct rx_tile *t) {
     return (t->num_rows + ROWS_PER_VEC - 1) / ROWS_PER_VEC;
 }
 
-static void body_prepare(const struct rx_tile *t, void *memory) {
+static inline void body_prepare(const struct rx_tile *t, void *memory) {
     struct scratch *s = carve(t, memory);
     const int dim = padded_dim(t->layer), vecs = vecs_of_head(t);
     for (int i = 0; i < t->num_heads * vecs * ROWS_PER_VEC; i++) {
@@ -202,20 +202,22 @@ static void locate(const struct rx_tile *t, int begin, int end, struct block *b)
     }
 }
 
-/* Asks for a line of each KiB of the i-th run of keys and values; the processor's own prefetching
- * adds the others. Asking for all would fill the buffers that the loads of this block need. */
-INLINE void fetch(const struct rx_tile *t, const struct block *b, int i, int head) {
-    if (t->page_size % RUN != 0 || i * RUN >= b->n) return;
-    const int64_t from = head * t->head_bytes;
-    for (int64_t at = from; at < from + RUN * t->row_bytes; at += 1024) {
-        __builtin_prefetch(b->k[i] + at);
-        __builtin_prefetch(b->v[i] + at);
+/* Asks for `tokens` keys and values of a head from the i-th on, between computations: so many loads
+ * at once would wait for each other and keep the processor. */
+INLINE void fetch(const struct rx_tile *t, const struct block *b, int i, int tokens, int head) {
+    if (t->page_size % RUN != 0 || i >= b->n) return;
+    const int64_t from = head * t->head_bytes + i % RUN * t->row_bytes;
+    const char *k = b->k[i / RUN] + from, *v = b->v[i / RUN] + from;
+    for (int64_t at = 0; at < tokens * t->row_bytes; at += 64) {
+        __builtin_prefetch(k + at, 0, 2);
+        __builtin_prefetch(v + at, 0, 2);
     }
 }
 
-/* A head's runs of `now` in fp32: where they lie, or widened in scratch. Values of no token are 0. */
-static void open_block(const struct rx_tile *t, struct scratch *s, const struct block *now, int head,
-                       int pos, int dim, const float **k, const float **v) {
+/* A head's runs of `now` in fp32: where they lie, or widened in scratch. Values of no token
+ * are 0. */
+static void open_block(const struct rx_tile *t, struct scratch *s, const struct block *now,
+                       int head, int pos, int dim, const float **k, const float **v) {
     const struct rx_layer *layer = t->layer;
     const int64_t from = head * t->head_bytes;
     const int in_place =
@@ -338,7 +340,7 @@ static void all_logits(const struct rx_tile *t, const struct scratch *s, const f
     int r = 0;
 #define LOGITS(VECS, TOKENS)                                                         \
     for (int i = 0; i < n; i += TOKENS) {                                            \
-        if (r == 0 && i % RUN == 0) fetch(t, next, i / RUN, head);                   \
+        if (r == 0) fetch(t, next, i, TOKENS, head);                                 \
         logits(q + (size_t)r * groups * VL, groups, k[i / RUN] + i % RUN * 4 * groups, \
                s->s + (r * GROUPS + i / 4) * VL, VECS, TOKENS);                      \
     }                                                                                \
@@ -371,7 +373,8 @@ static void all_outputs(const struct scratch *s, float *o, const float *const *v
     }
 }
 
-static void body_attend(const struct rx_tile *t, void *memory, int begin, int end, int ahead) {
+static inline void body_attend(const struct rx_tile *t, void *memory, int begin, int end,
+                               int ahead) {
     struct scratch *s = carve(t, memory);
     const struct rx_layer *layer = t->layer;
     const int dim = padded_dim(layer), groups = dim / 4, vecs = vecs_of_head(t);

@@ -1,8 +1,8 @@
 /* Appends new keys and values, then cuts a ragged batch into tiles and hands them to the threads.
  *
- * A tile is up to MAX_ROWS rows of one sequence, a row being a new token's query head: all heads of
- * decoding tokens, or one key/value head of many tokens. Its splits are computed and folded in order
- * by one thread, except for those stored beforehand, in a first round of jobs, in slots of
+ * A tile is up to MAX_ROWS rows of one sequence, a row being a new token's query head: all heads
+ * of decoding tokens, or one key/value head of many tokens. Its splits are computed and folded in
+ * order by one thread, except for those stored beforehand, in a first round of jobs, in slots of
  * [split][kv head][row] per sequence. Such a run of splits is
  *
  *   - what a group of sequences shares, for the rows of all its members at once;
@@ -102,7 +102,8 @@ static int num_chunks(const struct plan *p, int heads) {
     return (p->layer->kv_heads + heads - 1) / heads;
 }
 
-/* Heads of a tile of so many rows: as many as fit, yet leaving each thread four of `splits` jobs. */
+/* Heads of a tile of so many rows: as many as fit, yet such that `splits` of them make four jobs
+ * for each thread. */
 static int heads_of_tile(const struct plan *p, int32_t rows, int64_t splits) {
     int heads = rows < MAX_ROWS ? MAX_ROWS / rx_padded(rows) : 1;
     if (heads > p->layer->kv_heads) heads = p->layer->kv_heads;

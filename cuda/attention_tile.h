@@ -24,7 +24,7 @@ struct rx_tile {
     int64_t page_bytes, head_bytes, row_bytes;
     const int32_t *pages;
     int32_t page_size;
-    int32_t num_heads, num_rows;  /* rows of each head; num_heads * rx_padded(num_rows) <= MAX_ROWS */
+    int32_t num_heads, num_rows;  /* rows of each head; heads * rx_padded(rows) <= MAX_ROWS */
     int32_t begin, end;           /* positions some row sees: min(low), max(high) */
     int32_t max_low, min_high;    /* all rows see [max_low, min_high) */
     int32_t low[MAX_ROWS], high[MAX_ROWS]; /* row r of every head sees positions in [low, high) */

@@ -227,6 +227,18 @@ def test_bits_on_the_cpu_do_not_depend_on_chunks_or_threads(isa: str, dtype: tor
         assert torch.equal(run(threads, chunk), expected[start:end]), (start, end)
 
 
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "amx"])
+@DTYPES
+def test_bits_on_the_cpu_do_not_depend_on_how_heads_are_shared_out(
+    isa: str, dtype: torch.dtype
+) -> None:
+    """Five heads at once on one thread, by twos where the threads need more jobs."""
+    case = make_case([1, 1], [1700, 40], q_heads=15, kv_heads=5, dtype=dtype)
+    expected = run(C(isa), case.with_pool_copy())
+    assert torch.equal(run(C(isa, 3), case.with_pool_copy()), expected)
+    check(C(isa), case)
+
+
 def test_wrong_batches_and_tensors_are_refused() -> None:
     table = [np.arange(2, dtype=np.int32)]
     for q_lens, kv_lens, tables, words in [

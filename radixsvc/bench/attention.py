@@ -1,17 +1,24 @@
 """Attention over pages on the CPU, beside torch's own and this machine's read bandwidth.
 
-Every figure is a median of pairs: both sides are measured in turn, close together, so that what
-else runs on the machine weighs on both. Decoding goes round over `ROTATED_BYTES` of keys and
-values, so that they come from memory; contiguous keys and values for torch rotate likewise.
+Every figure is a median of ratios: all sides are measured in turn, close together, so that what
+else runs on the machine weighs on each. Decoding goes round over `ROTATED_BYTES` of keys and
+values, so that they come from memory; contiguous keys and values for torch lie in the same
+memory and rotate likewise. The bandwidth is that of `READER`, a plain loop of wide loads over the
+same pages in the same order, page after page, by as many threads; it is compiled with `cc`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -28,13 +35,31 @@ from radixsvc.attention import (
 )
 from radixsvc.bench.report import Metric
 from tiers.device import DeviceTier
-from tiers.page import PageShape
+from tiers.page import PageIds, PageShape
 
 ROTATED_BYTES = 1 << 30
-ROUND_BYTES = 1 << 26  # read by what is timed at once, at least
+ROUND_BYTES = 1 << 27  # read by what is timed at once, at least
+SHARED_LENS, SHARED_LEN = [8192 + 256] * 32, 8192
 PAGE_SIZE = 16
 HEADS = ((9, 3, 64), (32, 8, 128))
 DTYPES = (torch.float32, torch.bfloat16)
+
+READER = """
+#include <stdint.h>
+typedef uint64_t vec __attribute__((vector_size(64), aligned(64)));
+/* Of each page, `bytes` at `offset`. */
+uint64_t read_pages(const char *pool, const int32_t *pages, int64_t num_pages, int64_t stride,
+                    int64_t offset, int64_t bytes) {
+    vec a = {0}, b = a, c = a, d = a;
+    for (int64_t i = 0; i < num_pages; i++) {
+        const vec *p = (const vec *)(pool + pages[i] * stride + offset);
+        for (const vec *end = p + bytes / 64; p < end; p += 4)
+            a |= p[0], b |= p[1], c |= p[2], d |= p[3];
+    }
+    a |= b | c | d;
+    return a[0] | a[1] | a[2] | a[3] | a[4] | a[5] | a[6] | a[7];
+}
+"""
 
 Run = Callable[[], object]
 
@@ -48,17 +73,45 @@ def run(args: argparse.Namespace) -> list[Metric]:
     metrics = [
         Metric(f"KV rotated over, CPU {build_info()['cpu_isa']}", ROTATED_BYTES / 2**20, "MiB")
     ]
-    for num_threads in sorted({1, min(2, torch.get_num_threads())}):
-        with threads(num_threads):
-            for heads in HEADS:
-                for dtype in DTYPES:
-                    for kv_len in (4096, 16384):
-                        metrics += decode(heads, kv_len, dtype, num_threads)
-                    metrics += decode_batch(heads, dtype, num_threads)
-                    metrics += prefill(heads, dtype, num_threads)
     for dtype in DTYPES:
-        metrics += shared_prefix(dtype)
+        memory = arena(dtype)
+        for num_threads in sorted({1, min(2, torch.get_num_threads())}):
+            with threads(num_threads):
+                for heads in HEADS:
+                    for kv_len in (4096, 16384):
+                        metrics += decode(memory, heads, kv_len, num_threads)
+                    metrics += decode_batch(memory, heads, num_threads)
+                    metrics += prefill(memory, heads, num_threads)
+        metrics += shared_prefix(memory)
     return metrics
+
+
+def arena(dtype: torch.dtype) -> torch.Tensor:
+    """Memory as the device tier has it, for the largest case, of random numbers."""
+    _, kv_heads, head_dim = HEADS[1]
+    shape = PageShape.uniform(1, kv_heads, head_dim, 1, name_of(dtype))
+    memory = DeviceTier(shape, sum(SHARED_LENS), torch.device("cpu")).pool.view(-1)
+    some = torch.randn(1 << 20).to(dtype)
+    for part in torch.split(memory, len(some)):
+        part.copy_(some[: len(part)])
+    return memory
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def reader() -> Callable[..., int]:
+    """`READER`, compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/reader.so"
+        command = ["cc", "-x", "c", "-O3", "-march=native", "-shared", "-fPIC", "-", "-o", library]
+        subprocess.run(command, input=READER.encode(), check=True)
+        function = ctypes.CDLL(library).read_pages
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 4]
+    function.restype = ctypes.c_uint64
+    return function
 
 
 @contextmanager
@@ -99,22 +152,15 @@ def ratio(dividend: list[float], divisor: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(dividend, divisor, strict=True))
 
 
-def bandwidth_reader() -> tuple[Run, int]:
-    """A read of the next 128 MiB of `ROTATED_BYTES`, and its bytes."""
-    parts = torch.ones(ROTATED_BYTES // 4).view(8, -1)
-    turn = iter(range(1 << 62))
-    return lambda: parts[next(turn) % 8].sum(), parts[0].nbytes
-
-
 class Paged:
     """Sequences on pages in random order, in as many layers as `ROTATED_BYTES` holds."""
 
     def __init__(
         self,
+        memory: torch.Tensor,
         heads: tuple[int, int, int],
         kv_lens: list[int],
         q_len: int,
-        dtype: torch.dtype,
         *,
         shared_len: int = 0,
         max_layers: int = 64,
@@ -127,22 +173,28 @@ class Paged:
         self.tables = [
             np.concatenate([ids[:num_shared], ids[a:b]]) for a, b in pairwise(cuts.tolist())
         ]
-        page_elems = 2 * kv_heads * PAGE_SIZE * head_dim
-        layer_bytes = len(ids) * page_elems * dtype.itemsize
-        self.num_layers = max(1, min(max_layers, ROTATED_BYTES // layer_bytes))
-        name = str(dtype).removeprefix("torch.")
-        shape = PageShape.uniform(self.num_layers, kv_heads, head_dim, PAGE_SIZE, name)
-        device = DeviceTier(shape, len(ids), torch.device("cpu"))
-        device.pool.normal_()
-        self.pool, self.heads, self.kv_lens = device.pool, heads, kv_lens
+        dtype = memory.dtype
+        self.bytes_in_page = 2 * kv_heads * PAGE_SIZE * head_dim * dtype.itemsize
+        self.num_layers = max(1, min(max_layers, ROTATED_BYTES // (len(ids) * self.bytes_in_page)))
+        shape = PageShape.uniform(self.num_layers, kv_heads, head_dim, PAGE_SIZE, name_of(dtype))
+        self.pool = memory[: len(ids) * shape.elems].view(len(ids), shape.elems)
+        self.heads, self.kv_lens = heads, kv_lens
         self.read_bytes = sum(kv_lens) * 2 * kv_heads * head_dim * dtype.itemsize
         batch = RaggedBatch.build([q_len] * len(kv_lens), kv_lens, self.tables, PAGE_SIZE)
-        self.step = StepContext(device.pool, shape, batch)
+        self.step = StepContext(self.pool, shape, batch)
         tokens = q_len * len(kv_lens)
         self.q = torch.randn(tokens, q_heads, head_dim).to(dtype)
         self.k = torch.randn(tokens, kv_heads, head_dim).to(dtype)
         self.scale = head_dim**-0.5
         self.layer = 0
+
+    def read(self, table: PageIds, layers: range) -> None:
+        """One thread's share of reading all that `attend` reads in these layers."""
+        for layer in layers:
+            reader()(
+                self.pool.data_ptr(), table.ctypes.data, len(table), self.pool[0].nbytes,
+                layer % self.num_layers * self.bytes_in_page, self.bytes_in_page,
+            )  # fmt: skip
 
     def attend(self) -> torch.Tensor:
         self.layer = (self.layer + 1) % self.num_layers
@@ -168,13 +220,14 @@ class Paged:
 
 
 def contiguous_sdpa(
-    heads: tuple[int, int, int], kv_len: int, q_len: int, dtype: torch.dtype
+    memory: torch.Tensor, heads: tuple[int, int, int], kv_len: int, q_len: int
 ) -> Run:
     """torch's attention on keys and values that lie in a row, rotating as the pages do."""
     q_heads, kv_heads, head_dim = heads
+    dtype = memory.dtype
     one = 2 * kv_heads * kv_len * head_dim
     count = max(1, ROTATED_BYTES // (one * dtype.itemsize)) if q_len == 1 else 1
-    kv = torch.ones(count, 2, 1, kv_heads, kv_len, head_dim, dtype=dtype)
+    kv = memory[: count * one].view(count, 2, 1, kv_heads, kv_len, head_dim)
     q = torch.randn(1, q_heads, q_len, head_dim).to(dtype)
     behind = torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)
     hidden = torch.zeros(q_len, kv_len, dtype=dtype).masked_fill(behind < 0, float("-inf"))
@@ -194,43 +247,55 @@ def label(what: str, heads: tuple[int, int, int], dtype: torch.dtype, num_thread
 
 
 def decode(
-    heads: tuple[int, int, int], kv_len: int, dtype: torch.dtype, num_threads: int
+    memory: torch.Tensor, heads: tuple[int, int, int], kv_len: int, num_threads: int
 ) -> list[Metric]:
-    paged = Paged(heads, [kv_len], 1, dtype)
-    read, read_bytes = bandwidth_reader()
+    paged = Paged(memory, heads, [kv_len], 1)
     times = max(1, ROUND_BYTES // paged.read_bytes)  # as many layers follow each other
-    torch_run = contiguous_sdpa(heads, kv_len, 1, dtype)
-    ours, reads, torchs = seconds(repeat(paged.attend, times), read, repeat(torch_run, times))
-    name = label(f"decode {kv_len}", heads, dtype, num_threads)
-    share = ratio(reads, ours) * paged.read_bytes * times / read_bytes
+    shares = np.array_split(paged.tables[0], num_threads)
+    torch_run = contiguous_sdpa(memory, heads, kv_len, 1)
+    with ThreadPoolExecutor(num_threads) as executor:
+
+        def read() -> None:
+            layers = range(paged.layer + 1, paged.layer + 1 + times)
+            list(executor.map(lambda share: paged.read(share, layers), shares))
+
+        ours, reads, torchs = seconds(
+            repeat(paged.attend, times), read, repeat(torch_run, times), rounds=9
+        )
+    name = label(f"decode {kv_len}", heads, memory.dtype, num_threads)
+    bandwidth = paged.read_bytes * times / statistics.median(reads) / 1e9
     return [
         Metric(name, statistics.median(ours) / times * 1e3, "ms"),
-        Metric(f"{name}: of read bandwidth", 100 * share, "%", 70, True),
+        Metric(
+            f"{name}: {bandwidth:.1f} GB/s read; of it", 100 * ratio(reads, ours), "%", 70, True
+        ),
         Metric(f"{name}: SDPA, contiguous / ours", ratio(torchs, ours), "x", 1, True),
     ]
 
 
-def decode_batch(heads: tuple[int, int, int], dtype: torch.dtype, num_threads: int) -> list[Metric]:
-    paged = Paged(heads, [4096] * 8, 1, dtype)
-    ours, torchs = seconds(paged.attend, paged.gather_and_sdpa, rounds=5)
-    name = label("decode 8 x 4096", heads, dtype, num_threads)
+def decode_batch(
+    memory: torch.Tensor, heads: tuple[int, int, int], num_threads: int
+) -> list[Metric]:
+    paged = Paged(memory, heads, [4096] * 8, 1)
+    ours, torchs = seconds(paged.attend, paged.gather_and_sdpa, rounds=3)
+    name = label("decode 8 x 4096", heads, memory.dtype, num_threads)
     return [Metric(f"{name}: gather + SDPA / ours", ratio(torchs, ours), "x", 3, True)]
 
 
-def prefill(heads: tuple[int, int, int], dtype: torch.dtype, num_threads: int) -> list[Metric]:
-    paged = Paged(heads, [4608], 512, dtype, max_layers=1)
-    ours, torchs = seconds(paged.attend, contiguous_sdpa(heads, 4608, 512, dtype), rounds=5)
-    name = label("prefill 512 on 4096", heads, dtype, num_threads)
+def prefill(memory: torch.Tensor, heads: tuple[int, int, int], num_threads: int) -> list[Metric]:
+    paged = Paged(memory, heads, [4608], 512, max_layers=1)
+    ours, torchs = seconds(paged.attend, contiguous_sdpa(memory, heads, 4608, 512), rounds=3)
+    name = label("prefill 512 on 4096", heads, memory.dtype, num_threads)
     return [
         Metric(name, statistics.median(ours) * 1e3, "ms"),
         Metric(f"{name}: SDPA, contiguous / ours", ratio(torchs, ours), "x", 0.9, True),
     ]
 
 
-def shared_prefix(dtype: torch.dtype) -> list[Metric]:
-    heads, kv_lens = HEADS[1], [8192 + 256] * 32
-    grouped = Paged(heads, kv_lens, 1, dtype, shared_len=8192, max_layers=1)
-    copies = Paged(heads, kv_lens, 1, dtype, max_layers=1)
+def shared_prefix(memory: torch.Tensor) -> list[Metric]:
+    heads = HEADS[1]
+    grouped = Paged(memory, heads, SHARED_LENS, 1, shared_len=SHARED_LEN, max_layers=1)
+    copies = Paged(memory, heads, SHARED_LENS, 1, max_layers=1)
     ours, separate = seconds(grouped.attend, copies.attend, rounds=5)
-    name = label("shared prefix 32 x (8192 + 256)", heads, dtype, torch.get_num_threads())
+    name = label("shared prefix 32 x (8192 + 256)", heads, memory.dtype, torch.get_num_threads())
     return [Metric(f"{name}: separate / shared", ratio(separate, ours), "x", 3, True)]

@@ -79,6 +79,21 @@ struct rx_copy {
     int64_t num_pages;
 };
 
+/* Rows to be normed (weight is given) or rotated (cos and sin are): token t's head h lies at
+ * t * stride + h * dim; out may be x. */
+struct rx_rows {
+    enum rx_dtype dtype; /* RX_F32 or RX_BF16, of everything */
+    int64_t num_tokens;
+    int32_t num_heads, dim, rotary_dim;
+    const void *x;
+    void *out;
+    int64_t x_stride, out_stride; /* elements */
+    const void *weight;           /* [dim] or NULL */
+    const void *cos, *sin;        /* [num_tokens][rotary_dim], the second half as the first */
+    float eps;
+};
+
+void rx_rows_cpu(struct rx_rows *rows);
 const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch *batch);
 /* Whole pages: no offsets. The CRC32C of each goes to `crcs` unless that is NULL; then dst may be. */
 const char *rx_copy_cpu(const struct rx_copy *copy, uint32_t *crcs);

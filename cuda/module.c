@@ -165,6 +165,47 @@ static PyObject *attention(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return result(error);
 }
 
+static PyObject *run_rows(struct args *a, struct rx_rows rows) {
+    if (!finish(a)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    rx_rows_cpu(&rows);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    struct rx_rows rows = {0};
+    rows.dtype = (enum rx_dtype)take_int(&a);
+    rows.num_tokens = take_int(&a);
+    rows.num_heads = (int32_t)take_int(&a);
+    rows.dim = (int32_t)take_int(&a);
+    rows.x = take_pointer(&a);
+    rows.x_stride = take_int(&a);
+    rows.out = take_pointer(&a);
+    rows.out_stride = take_int(&a);
+    rows.weight = take_pointer(&a);
+    rows.eps = take_float(&a);
+    return run_rows(&a, rows);
+}
+
+static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    struct rx_rows rows = {0};
+    rows.dtype = (enum rx_dtype)take_int(&a);
+    rows.num_tokens = take_int(&a);
+    rows.num_heads = (int32_t)take_int(&a);
+    rows.dim = (int32_t)take_int(&a);
+    rows.x = rows.out = take_pointer(&a);
+    rows.x_stride = rows.out_stride = take_int(&a);
+    rows.cos = take_pointer(&a);
+    rows.sin = take_pointer(&a);
+    rows.rotary_dim = (int32_t)take_int(&a);
+    return run_rows(&a, rows);
+}
+
 #ifdef RX_WITH_CUDA
 #include "module_cuda.h"
 #endif
@@ -197,6 +238,8 @@ static PyMethodDef methods[] = {
     {"copy_pages", (PyCFunction)(void (*)(void))copy_pages, METH_FASTCALL, NULL},
     {"batch", (PyCFunction)(void (*)(void))batch, METH_FASTCALL, NULL},
     {"attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL, NULL},
+    {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, NULL},
+    {"rotate", (PyCFunction)(void (*)(void))rotate, METH_FASTCALL, NULL},
     {"set_num_threads", (PyCFunction)(void (*)(void))set_num_threads, METH_FASTCALL, NULL},
     {"select_isa", select_isa, METH_O, NULL},
 #ifdef RX_WITH_CUDA

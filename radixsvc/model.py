@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.activations import ACT2FN
 
-from radixsvc.architecture import ModelInfo, describe_checkpoint, has_fast_bfloat16, read_config
+from radixsvc.architecture import ModelInfo, describe_checkpoint, read_config
 from radixsvc.attention import StepContext, attention_step
 from radixsvc.checkpoint import read_checkpoint, require_memory
 from radixsvc.errors import SetupError
+from radixsvc.fused import fuse
 from tiers.page import ITEMSIZE, PageShape
 
 ATTENTION = "radixsvc_paged"
@@ -100,10 +100,9 @@ def load_model(path: Path, dtype: str | None = None, device: torch.device | str 
     if wrong:
         raise SetupError(f"{checkpoint.path} lacks weights, or has the wrong shape of: {wrong[:5]}")
     module.eval().requires_grad_(False)
-    if device.type == "cpu" and info.dtype == "bfloat16":
-        _pack_linears(module)
-    else:
-        module.to(device)
+    module.to(device)
+    if device.type == "cpu":
+        fuse(module, info)
     return Model(info, module, device)
 
 
@@ -158,55 +157,3 @@ def _attend(
 
 
 AttentionInterface.register(ATTENTION, _attend)
-
-
-_linear = torch.ops.mkldnn._linear_pointwise
-
-
-class _PackedLinear(nn.Module):
-    """A linear layer whose bf16 weight lies as oneDNN's kernels read it.
-
-    Left to itself, oneDNN reorders a plain weight at every call, which at small batches costs
-    more than the product: packed, a whole forward pass takes 0.75x the time, with equal results.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self.bias = linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _linear.default(x, self.packed, self.bias, "none", [], "")
-        return out
-
-
-class _GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with silu and the product taken on the sums while they are
-    fp32: fewer roundings than layer by layer, and two passes over memory less."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.gate: Any = mlp.gate_proj
-        self.up: Any = mlp.up_proj
-        self.down: Any = mlp.down_proj
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = _linear.default(x, self.gate.packed, self.gate.bias, "swish", [], "")
-        gated = _linear.binary(x, gate, self.up.packed, self.up.bias, "mul")
-        out: torch.Tensor = self.down(gated)
-        return out
-
-
-def _pack_linears(module: nn.Module) -> None:
-    if "mkldnn" not in torch.__config__.show().lower() or not has_fast_bfloat16():
-        return
-    silu = (nn.SiLU, type(ACT2FN["silu"]))
-    for parent in [m for m in module.modules() if type(m) is not nn.Linear]:
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, _PackedLinear(child))
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            gated = all(hasattr(child, f"{part}_proj") for part in ("gate", "up", "down"))
-            if gated and isinstance(getattr(child, "act_fn", None), silu):
-                setattr(parent, name, _GatedMLP(child))

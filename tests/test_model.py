@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from radixsvc.architecture import describe, has_fast_bfloat16
 from radixsvc.attention import RaggedBatch, StepContext
 from radixsvc.errors import SetupError
+from radixsvc.fused import RMSNorm, rotate
 from radixsvc.model import Model, load_model, measure_num_threads
+from tiers import _kernels
 from tiers.device import DeviceTier
 
 TOLERANCE = 1e-4
@@ -122,19 +124,21 @@ def test_ragged_batches_equal_the_stock_forward_at_every_position(
 
 @pytest.mark.model
 def test_ragged_batches_equal_the_stock_forward_on_a_real_model(smollm: Path) -> None:
-    """Within 1e-4 of the stock model in double precision, or as near as stock fp32 comes to it.
+    """As near to the stock model in double precision as stock fp32 comes: on average, and at worst.
 
-    At this size 1e-4 is fp32's own noise: stock with sdpa and stock with eager differ by as much.
+    At this size 1e-4 is fp32's own noise, and its maximum moves by a fifth with the order of
+    additions: stock with sdpa and stock with eager differ by as much.
     """
     exact, stock = Reference(smollm, torch.float64), Reference(smollm)
     runner = Runner(load_model(smollm, "float32"))
-    ours, theirs = 0.0, 0.0
+    ours, theirs = [], []
     for part, logits in mixed_steps(runner, real_tokens(smollm)):
         wanted = exact.logits(part.tokens[: part.stop])[part.start :]
         noisy = stock.logits(part.tokens[: part.stop])[part.start :]
-        ours = max(ours, (logits - wanted).abs().max().item())
-        theirs = max(theirs, (noisy - wanted).abs().max().item())
-    assert ours <= max(TOLERANCE, theirs)
+        ours.append((logits - wanted).abs())
+        theirs.append((noisy - wanted).abs())
+    assert torch.cat(ours).mean() <= torch.cat(theirs).mean()
+    assert torch.cat(ours).max() <= 1.2 * max(TOLERANCE, torch.cat(theirs).max().item())
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16])
@@ -294,3 +298,30 @@ def test_threads_are_measured_and_set() -> None:
     before = torch.get_num_threads()
     assert measure_num_threads("float32") == torch.get_num_threads() <= before
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", ["plain", "avx2", ""])
+def test_norm_and_rotation_are_transformers_own(isa: str, dtype: torch.dtype) -> None:
+    """On rows whose length no vector divides, in place among other heads, for each ISA."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    try:
+        _kernels.select_isa(isa)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    stock = LlamaRMSNorm(38).to(dtype)
+    torch.nn.init.uniform_(stock.weight)
+    heads = torch.randn(700, 5, 38).to(dtype)
+    cos, sin = torch.randn(2, 1, 700, 19).repeat(1, 1, 1, 2).to(dtype)
+    wanted = heads.clone().float()
+    with torch.inference_mode():
+        wanted[:, 1:3] = stock.float()(wanted[:, 1:3])
+        q = wanted[None, :, :3].transpose(1, 2)
+        wanted[:, :3] = apply_rotary_pos_emb(q, q, cos.float(), sin.float())[0][0].transpose(0, 1)
+        RMSNorm(stock.to(dtype)).apply_(heads[:, 1:3])
+        rotate(heads, 3, cos, sin)
+    _kernels.select_isa("")
+    assert torch.equal(heads[:, 3:].float(), wanted[:, 3:])
+    bound = 1e-5 if dtype is torch.float32 else 0.02
+    torch.testing.assert_close(heads.float(), wanted, rtol=bound, atol=bound)

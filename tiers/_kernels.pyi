@@ -58,6 +58,41 @@ def attention(
     RuntimeError when there is no memory for partial results.
     """
 
+def rms_norm(
+    dtype: int,
+    num_tokens: int,
+    num_heads: int,
+    dim: int,
+    x: int,
+    x_stride: int,
+    out: int,
+    out_stride: int,
+    weight: int,
+    eps: float,
+    /,
+) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight for each head of each token, on the CPU.
+
+    Strides are a token's, in elements; a token's heads lie one after another. `out` may be `x`.
+    """
+
+def rotate(
+    dtype: int,
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    x: int,
+    x_stride: int,
+    cos: int,
+    sin: int,
+    rotary_dim: int,
+    /,
+) -> None:
+    """Rotary embedding in place, of the first `rotary_dim` elements of each head, on the CPU.
+
+    cos and sin are [num_tokens][rotary_dim], their second halves as their first.
+    """
+
 def copy_pages(
     src: int,
     src_stride: int,

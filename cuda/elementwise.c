@@ -1,0 +1,107 @@
+/* What stands between a model's matrix products, on CPUs: RMS norm and rotary embedding. Rows are
+ * fp32 or bf16, sums and products fp32, and each result is rounded once. The loops are plain C,
+ * compiled for each instruction set; `LANES` sums a row keep it free of an order of additions
+ * that the compiler could not vectorise. */
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "threads.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 32, ELEMS_A_JOB = 32768 };
+
+INLINE float load(const void *p, int64_t i, int bf16) {
+    if (!bf16) return ((const float *)p)[i];
+    const uint32_t bits = (uint32_t)((const uint16_t *)p)[i] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Rounds to the nearest, ties to even. */
+INLINE void store(void *p, int64_t i, float x, int bf16) {
+    if (!bf16) {
+        ((float *)p)[i] = x;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    ((uint16_t *)p)[i] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE void norm_row(const struct rx_rows *r, int64_t x, int64_t out, int bf16) {
+    float sums[LANES] = {0}, sum = 0;
+    int i = 0;
+    for (; i + LANES <= r->dim; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            const float value = load(r->x, x + i + j, bf16);
+            sums[j] += value * value;
+        }
+    for (; i < r->dim; i++) sums[i % LANES] += load(r->x, x + i, bf16) * load(r->x, x + i, bf16);
+    for (int j = 0; j < LANES; j++) sum += sums[j];
+    const float scale = 1.0f / sqrtf(sum / (float)r->dim + r->eps);
+#pragma GCC ivdep /* out may be x itself */
+    for (i = 0; i < r->dim; i++)
+        store(r->out, out + i, load(r->x, x + i, bf16) * scale * load(r->weight, i, bf16), bf16);
+}
+
+/* The first rotary_dim elements of a head are pairs (i, i + rotary_dim / 2), each turned by the
+ * token's angle i. */
+INLINE void rotate_row(const struct rx_rows *r, int64_t x, int64_t out, int64_t angle, int bf16) {
+    const int half = r->rotary_dim / 2;
+#pragma GCC ivdep
+    for (int i = 0; i < half; i++) {
+        const float a = load(r->x, x + i, bf16), b = load(r->x, x + half + i, bf16);
+        const float cos_a = load(r->cos, angle + i, bf16), sin_a = load(r->sin, angle + i, bf16);
+        store(r->out, out + i, a * cos_a - b * sin_a, bf16);
+        store(r->out, out + half + i, b * cos_a + a * sin_a, bf16);
+    }
+}
+
+INLINE void run_rows(const struct rx_rows *r, int64_t begin, int64_t end, int bf16) {
+    for (int64_t t = begin; t < end; t++)
+        for (int64_t h = 0; h < r->num_heads; h++) {
+            const int64_t x = t * r->x_stride + h * r->dim, out = t * r->out_stride + h * r->dim;
+            if (r->weight)
+                norm_row(r, x, out, bf16);
+            else
+                rotate_row(r, x, out, t * r->rotary_dim, bf16);
+        }
+}
+
+#define VARIANT(name)                                                       \
+    static void name(const struct rx_rows *r, int64_t begin, int64_t end) { \
+        if (r->dtype == RX_BF16)                                            \
+            run_rows(r, begin, end, 1);                                     \
+        else                                                                \
+            run_rows(r, begin, end, 0);                                     \
+    }
+
+VARIANT(run_plain)
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) VARIANT(run_avx2)
+__attribute__((target("avx512f,avx512bw,avx512vl,fma,prefer-vector-width=512"))) VARIANT(run_avx512)
+#endif
+
+static int64_t tokens_a_job(const struct rx_rows *r) {
+    return 1 + ELEMS_A_JOB / ((int64_t)r->num_heads * r->dim);
+}
+
+static void run_job(void *context, int64_t job) {
+    const struct rx_rows *r = context;
+    const int64_t step = tokens_a_job(r), begin = job * step;
+    const int64_t end = begin + step < r->num_tokens ? begin + step : r->num_tokens;
+#if defined(__x86_64__)
+    const char *isa = rx_cpu_isa();
+    if (!strcmp(isa, "avx2")) return run_avx2(r, begin, end);
+    if (strcmp(isa, "plain")) return run_avx512(r, begin, end);
+#endif
+    run_plain(r, begin, end);
+}
+
+void rx_rows_cpu(struct rx_rows *rows) {
+    const int64_t step = tokens_a_job(rows);
+    rx_parallel((rows->num_tokens + step - 1) / step, run_job, rows);
+}

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from radixsvc.attention import set_num_threads
-from radixsvc.bench.harness import complete, greedy, running_engine
+from radixsvc.bench.harness import Outcome, ask, complete, greedy, running_engine
 from radixsvc.bench.report import Metric
 from radixsvc.cache import PrefixCache
 from radixsvc.engine import Engine, EngineConfig
@@ -37,15 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=None, help="float32 or bfloat16")
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, help="only: so many mixed ones agree")
+    parser.add_argument("--agents", type=int, help="only: agents at once, cache on and off")
+    parser.add_argument("--turns", type=int, default=10, help="of each agent")
 
 
 def run(args: argparse.Namespace) -> list[Metric]:
     folder = fetch(args.model)
-    model = load_model(folder, args.dtype, torch.device("cpu"))
+    dtype = "float32" if args.requests else args.dtype
+    model = load_model(folder, dtype, torch.device("cpu"))
     set_num_threads(measure_num_threads(model.info.dtype))
+    if args.agents:
+        return agents(model, args.agents, args.turns, args.prompt_tokens)
     stock: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, model.info.dtype), local_files_only=True
     )
+    if args.requests:
+        return mixed_requests(model, stock, args.requests)
     metrics = []
     with torch.inference_mode(), running_engine(model, 40_000) as engine:
         metrics += follow_up(engine, stock, args.prompt_tokens, args.rounds)
@@ -128,6 +136,84 @@ def decode(engine: Engine, stock: Any, rounds: int) -> list[Metric]:
         Metric("decode alone", m(alone), "tokens/s", None, True),
         Metric("decode at batch 8", m(eight), "tokens/s", None, True),
     ]
+
+
+def agents(model: Model, num_agents: int, turns: int, shared_len: int) -> list[Metric]:
+    """Agents at once, each turn its last one, the reply and 200 new tokens; 32 tokens a reply."""
+    shared = random_prompt(400, shared_len, model)
+
+    async def agent(engine: Engine, index: int) -> list[Outcome]:
+        prompt, outcomes = shared, []
+        for turn in range(turns):
+            new = random_prompt(1000 * index + turn + 500, 200, model)
+            prompt = np.concatenate([prompt, new])
+            outcomes.append(await ask(engine, prompt, greedy(32)))
+            prompt = np.concatenate([prompt, np.array(outcomes[-1].tokens, np.int32)])
+        return outcomes
+
+    async def everyone(engine: Engine) -> list[list[Outcome]]:
+        return await asyncio.gather(*(agent(engine, i) for i in range(num_agents)))
+
+    room = shared_len + num_agents * turns * 250
+    with running_engine(model, room + num_agents * 16) as engine:
+        started = time.perf_counter()
+        outcomes = asyncio.run(everyone(engine))
+        wall = time.perf_counter() - started
+    with running_engine(model, num_agents * (shared_len + turns * 250), cached=False) as engine:
+        uncached = timed(lambda: asyncio.run(everyone(engine)))
+    usages = [o.usage for of_agent in outcomes for o in of_agent]
+    cached = sum(u.sources.cached for u in usages) / sum(u.prompt_tokens for u in usages)
+    m = statistics.median
+    later = [o.first_token for of_agent in outcomes for o in of_agent[1:]]
+    name = f"{num_agents} agents x {turns} turns"
+    return [
+        Metric(f"{name}: whole run", wall, "s"),
+        Metric(f"{name}: cached share of the prompts", cached, "", 0.92, True),
+        Metric(f"{name}: cache off / on", uncached / wall, "x", 4.0, True),
+        Metric(f"{name}: first token, turn 1", m(o[0].first_token for o in outcomes), "s"),
+        Metric(f"{name}: first token, later", m(later) if later else 0.0, "s"),
+    ]
+
+
+def mixed_requests(model: Model, stock: Any, count: int) -> list[Metric]:
+    """Requests of mixed lengths, some with a common beginning: all at once over a cache, and
+    each alone without one. Greedy answers must agree token for token, near ties apart."""
+    rng = np.random.default_rng(500)
+    beginnings = [random_prompt(600 + i, 300, model) for i in range(8)]
+    prompts = [
+        np.concatenate(
+            [
+                beginnings[i % 8][: int(rng.integers(0, 300))],
+                random_prompt(700 + i, int(rng.integers(1, 200)), model),
+            ]
+        )
+        for i in range(count)
+    ]
+    with running_engine(model, 16 * 1024) as engine:
+        together = complete(engine, prompts, greedy(16))
+    with running_engine(model, 1024, cached=False) as engine:
+        alone = [complete(engine, [prompt], greedy(16))[0] for prompt in prompts]
+    differ = wrong = 0
+    for prompt, *pair in zip(prompts, together, alone, strict=True):
+        if pair[0].tokens != pair[1].tokens:
+            differ += 1
+            wrong += not all(is_greedy(stock, prompt, o.tokens) for o in pair)
+    return [
+        Metric(f"{count} mixed requests: answers that differ by batch or cache", differ, ""),
+        Metric("of them with more than a near tie", wrong, "", 0),
+    ]
+
+
+def is_greedy(stock: Any, prompt: Tokens, output: list[int], tolerance: float = 1e-4) -> bool:
+    """Whether every token is the stock model's best after all before it, as `generate` returns.
+
+    `tolerance` is of logits: where the two best are closer than twice that, either will do.
+    """
+    ids = torch.tensor([[*prompt.tolist(), *output]])
+    with torch.inference_mode():
+        logits = stock(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = logits[torch.arange(len(output)), torch.tensor(output)]
+    return bool((logits.max(-1).values - chosen <= 2 * tolerance).all())
 
 
 def step_overhead(model: Model) -> list[Metric]:

@@ -36,14 +36,17 @@ def running_engine(
     page_size: int = 16,
     config: EngineConfig | None = None,
     build_lower: Callable[[DeviceTier], Lower | None] = lambda device: None,
+    *,
+    cached: bool = True,
 ) -> Iterator[Engine]:
     """A started engine with a device tier for `num_tokens` tokens, drained at the end.
 
-    `build_lower` makes the tiers below it; they are closed at the end.
+    `build_lower` makes the tiers below it; they are closed at the end. Not `cached`: nothing is
+    reused.
     """
     device = DeviceTier(model.page_shape(page_size), -(-num_tokens // page_size), model.device)
     lower = build_lower(device)
-    cache = PrefixCache(device, page_size, lower=lower)
+    cache = PrefixCache(device, page_size, lower=lower, enabled=cached)
     engine = Engine(model, device, cache, config or EngineConfig())
     engine.start()
     try:
@@ -63,32 +66,36 @@ def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
 
 
+async def ask(
+    engine: Engine, prompt: Tokens, params: SamplingParams, namespace: str = "bench"
+) -> Outcome:
+    """Submit one prompt and wait for its answer."""
+    request = Request(
+        id=f"bench-{next(_ids)}",
+        namespace=namespace,
+        tokens=prompt,
+        params=params,
+        stream=TokenStream(asyncio.get_running_loop()),
+        eos_token_ids=engine.model.info.eos_token_ids,
+    )
+    started = time.perf_counter()
+    engine.submit(request)
+    tokens: list[int] = []
+    first = 0.0
+    async for event in request.stream:
+        if isinstance(event, Finished):
+            return Outcome(tokens, first, time.perf_counter() - started, event.usage)
+        first = first or time.perf_counter() - started
+        tokens.extend(event.tokens)
+    raise AssertionError("a stream ends with Finished or raises")
+
+
 def complete(
     engine: Engine, prompts: Sequence[Tokens], params: SamplingParams, namespace: str = "bench"
 ) -> list[Outcome]:
     """Submit all prompts at once and wait for all of them."""
 
-    async def one(prompt: Tokens) -> Outcome:
-        request = Request(
-            id=f"bench-{next(_ids)}",
-            namespace=namespace,
-            tokens=prompt,
-            params=params,
-            stream=TokenStream(asyncio.get_running_loop()),
-            eos_token_ids=engine.model.info.eos_token_ids,
-        )
-        started = time.perf_counter()
-        engine.submit(request)
-        tokens: list[int] = []
-        first = 0.0
-        async for event in request.stream:
-            if isinstance(event, Finished):
-                return Outcome(tokens, first, time.perf_counter() - started, event.usage)
-            first = first or time.perf_counter() - started
-            tokens.extend(event.tokens)
-        raise AssertionError("a stream ends with Finished or raises")
-
     async def everything() -> list[Outcome]:
-        return list(await asyncio.gather(*(one(p) for p in prompts)))
+        return list(await asyncio.gather(*(ask(engine, p, params, namespace) for p in prompts)))
 
     return asyncio.run(everything())

@@ -27,7 +27,7 @@ _linear = torch.ops.mkldnn._linear_pointwise
 
 def fuse(module: Any, info: ModelInfo) -> None:
     """Replace what is known of a transformers model for causal language modelling, in place."""
-    if not torch.backends.mkldnn.is_available() or (
+    if not torch.backends.mkldnn.is_available() or (  # type: ignore[no-untyped-call]
         info.dtype == "bfloat16" and not has_fast_bfloat16()
     ):
         return

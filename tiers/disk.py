@@ -145,6 +145,8 @@ class DiskTier(Tier):
         for lo, hi, segment, offset in self._runs(pages):
             data = batch[lo:hi]
             try:
+                if not os.fstat(self._files[segment]).st_nlink:
+                    raise OSError(errno.ENOENT, f"segment {segment} was deleted; restart to remake")
                 if os.pwrite(self._files[segment], data.data, offset) != data.nbytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:

@@ -19,7 +19,6 @@ from radixsvc.request import Tokens
 pytestmark = pytest.mark.model
 
 NEW_TOKENS = 64
-NUM_ALONE = 2  # prompts that are decoded by themselves too, which takes long
 QUESTIONS = (
     "What is the capital of France?",
     "Write a short poem about the sea.",
@@ -66,11 +65,9 @@ def test_cold_hit_and_batched_answers_equal_the_stock_model(
 ) -> None:
     params = greedy(NEW_TOKENS)
     batched = complete(engine, prompts, params, namespace="batched")
-    alone = [complete(engine, [p], params, namespace=f"own {i}")[0]
-             for i, p in enumerate(prompts[:NUM_ALONE])]  # fmt: skip
+    cold = [complete(engine, [p], params, namespace=f"own {i}")[0] for i, p in enumerate(prompts)]
     hit = complete(engine, prompts, params, namespace="batched")
-    for i, prompt in enumerate(prompts):
-        outcomes = [batched[i], hit[i], *alone[i : i + 1]]
+    for prompt, *outcomes in zip(prompts, batched, cold, hit, strict=True):
         assert all(len(o.tokens) == NEW_TOKENS for o in outcomes)
         assert is_greedy(stock, prompt, outcomes[0].tokens)
         for other in outcomes[1:]:

@@ -33,7 +33,7 @@ class RunningBackend:
         self.backend: Backend = build_backend(load(sets=tiny_config(folder, *sets)).config)
         self.script = Script(self.backend)
         if scripted:
-            self.backend.engine.model = self.script  # type: ignore[assignment]
+            self.backend.engine.runner.model = self.script  # type: ignore[assignment]
 
     def __enter__(self) -> RunningBackend:
         engine = self.backend.engine

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from agents import (
     Agent,
@@ -24,7 +23,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from pydantic_ai import Agent as PydanticAgent
 from pydantic_ai.messages import ModelResponse
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -109,11 +108,11 @@ async def openai_client(backend: Backend) -> AsyncIterator[tuple[str, AsyncOpenA
     """The service's address, OpenAI's client for it, and the bodies that client has sent."""
     sent: list[Any] = []
 
-    async def note(request: httpx.Request) -> None:
+    async def note(request: Any) -> None:
         sent.append(json.loads(request.content))
 
     async with serving(backend) as (url, _):
-        http = httpx.AsyncClient(event_hooks={"request": [note]})
+        http = DefaultAsyncHttpxClient(event_hooks={"request": [note]})
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", http_client=http) as openai:
             yield url, openai, sent
 

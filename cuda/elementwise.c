@@ -1,5 +1,5 @@
 /* What stands between a model's matrix products, on CPUs: RMS norm and rotary embedding. Rows are
- * fp32 or bf16, sums and products fp32, and each result is rounded once. The loops are plain C,
+ * bf16, sums and products fp32, and each result is rounded once. The loops are plain C,
  * compiled for each instruction set; `LANES` sums a row keep it free of an order of additions
  * that the compiler could not vectorise. */
 #include <math.h>
@@ -12,71 +12,63 @@
 
 enum { LANES = 32, ELEMS_A_JOB = 32768 };
 
-INLINE float load(const void *p, int64_t i, int bf16) {
-    if (!bf16) return ((const float *)p)[i];
-    const uint32_t bits = (uint32_t)((const uint16_t *)p)[i] << 16;
+INLINE float load(const uint16_t *p, int64_t i) {
+    const uint32_t bits = (uint32_t)p[i] << 16;
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
 /* Rounds to the nearest, ties to even. */
-INLINE void store(void *p, int64_t i, float x, int bf16) {
-    if (!bf16) {
-        ((float *)p)[i] = x;
-        return;
-    }
+INLINE void store(uint16_t *p, int64_t i, float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    ((uint16_t *)p)[i] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    p[i] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-INLINE void norm_row(const struct rx_rows *r, int64_t x, int64_t out, int bf16) {
+INLINE void norm_row(const struct rx_rows *r, int64_t x, int64_t out) {
     float sums[LANES] = {0}, sum = 0;
     int i = 0;
     for (; i + LANES <= r->dim; i += LANES)
         for (int j = 0; j < LANES; j++) {
-            const float value = load(r->x, x + i + j, bf16);
+            const float value = load(r->x, x + i + j);
             sums[j] += value * value;
         }
-    for (; i < r->dim; i++) sums[i % LANES] += load(r->x, x + i, bf16) * load(r->x, x + i, bf16);
+    for (; i < r->dim; i++) sums[i % LANES] += load(r->x, x + i) * load(r->x, x + i);
     for (int j = 0; j < LANES; j++) sum += sums[j];
     const float scale = 1.0f / sqrtf(sum / (float)r->dim + r->eps);
 #pragma GCC ivdep /* out may be x itself */
     for (i = 0; i < r->dim; i++)
-        store(r->out, out + i, load(r->x, x + i, bf16) * scale * load(r->weight, i, bf16), bf16);
+        store(r->out, out + i, load(r->x, x + i) * scale * load(r->weight, i));
 }
 
 /* The first rotary_dim elements of a head are pairs (i, i + rotary_dim / 2), each turned by the
  * token's angle i. */
-INLINE void rotate_row(const struct rx_rows *r, int64_t x, int64_t out, int64_t angle, int bf16) {
+INLINE void rotate_row(const struct rx_rows *r, int64_t x, int64_t out, int64_t angle) {
     const int half = r->rotary_dim / 2;
 #pragma GCC ivdep
     for (int i = 0; i < half; i++) {
-        const float a = load(r->x, x + i, bf16), b = load(r->x, x + half + i, bf16);
-        const float cos_a = load(r->cos, angle + i, bf16), sin_a = load(r->sin, angle + i, bf16);
-        store(r->out, out + i, a * cos_a - b * sin_a, bf16);
-        store(r->out, out + half + i, b * cos_a + a * sin_a, bf16);
+        const float a = load(r->x, x + i), b = load(r->x, x + half + i);
+        const float cos_a = load(r->cos, angle + i), sin_a = load(r->sin, angle + i);
+        store(r->out, out + i, a * cos_a - b * sin_a);
+        store(r->out, out + half + i, b * cos_a + a * sin_a);
     }
 }
 
-INLINE void run_rows(const struct rx_rows *r, int64_t begin, int64_t end, int bf16) {
+INLINE void run_rows(const struct rx_rows *r, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)
         for (int64_t h = 0; h < r->num_heads; h++) {
             const int64_t x = t * r->x_stride + h * r->dim, out = t * r->out_stride + h * r->dim;
             if (r->weight)
-                norm_row(r, x, out, bf16);
+                norm_row(r, x, out);
             else
-                rotate_row(r, x, out, t * r->rotary_dim, bf16);
+                rotate_row(r, x, out, t * r->rotary_dim);
         }
 }
 
 #define VARIANT(name)                                                       \
     static void name(const struct rx_rows *r, int64_t begin, int64_t end) { \
-        if (r->dtype == RX_BF16)                                            \
-            run_rows(r, begin, end, 1);                                     \
-        else                                                                \
-            run_rows(r, begin, end, 0);                                     \
+        run_rows(r, begin, end);                                            \
     }
 
 VARIANT(run_plain)

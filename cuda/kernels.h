@@ -79,17 +79,16 @@ struct rx_copy {
     int64_t num_pages;
 };
 
-/* Rows to be normed (weight is given) or rotated (cos and sin are): token t's head h lies at
- * t * stride + h * dim; out may be x. */
+/* Rows of bf16 to be normed (weight is given) or rotated (cos and sin are): token t's head h lies
+ * at t * stride + h * dim; out may be x. */
 struct rx_rows {
-    enum rx_dtype dtype; /* RX_F32 or RX_BF16, of everything */
     int64_t num_tokens;
     int32_t num_heads, dim, rotary_dim;
-    const void *x;
-    void *out;
+    const uint16_t *x;
+    uint16_t *out;
     int64_t x_stride, out_stride; /* elements */
-    const void *weight;           /* [dim] or NULL */
-    const void *cos, *sin;        /* [num_tokens][rotary_dim], the second half as the first */
+    const uint16_t *weight;       /* [dim] or NULL */
+    const uint16_t *cos, *sin;    /* [num_tokens][rotary_dim], the second half as the first */
     float eps;
 };
 

@@ -165,6 +165,17 @@ static PyObject *attention(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return result(error);
 }
 
+/* Tokens, their heads, and the rows that are read. */
+static struct rx_rows take_rows(struct args *a) {
+    struct rx_rows rows = {0};
+    rows.num_tokens = take_int(a);
+    rows.num_heads = (int32_t)take_int(a);
+    rows.dim = (int32_t)take_int(a);
+    rows.x = rows.out = take_pointer(a);
+    rows.x_stride = rows.out_stride = take_int(a);
+    return rows;
+}
+
 static PyObject *run_rows(struct args *a, struct rx_rows rows) {
     if (!finish(a)) return NULL;
     Py_BEGIN_ALLOW_THREADS
@@ -176,13 +187,7 @@ static PyObject *run_rows(struct args *a, struct rx_rows rows) {
 static PyObject *rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
-    struct rx_rows rows = {0};
-    rows.dtype = (enum rx_dtype)take_int(&a);
-    rows.num_tokens = take_int(&a);
-    rows.num_heads = (int32_t)take_int(&a);
-    rows.dim = (int32_t)take_int(&a);
-    rows.x = take_pointer(&a);
-    rows.x_stride = take_int(&a);
+    struct rx_rows rows = take_rows(&a);
     rows.out = take_pointer(&a);
     rows.out_stride = take_int(&a);
     rows.weight = take_pointer(&a);
@@ -193,13 +198,7 @@ static PyObject *rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t narg
 static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
-    struct rx_rows rows = {0};
-    rows.dtype = (enum rx_dtype)take_int(&a);
-    rows.num_tokens = take_int(&a);
-    rows.num_heads = (int32_t)take_int(&a);
-    rows.dim = (int32_t)take_int(&a);
-    rows.x = rows.out = take_pointer(&a);
-    rows.x_stride = rows.out_stride = take_int(&a);
+    struct rx_rows rows = take_rows(&a);
     rows.cos = take_pointer(&a);
     rows.sin = take_pointer(&a);
     rows.rotary_dim = (int32_t)take_int(&a);

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from radixsvc.architecture import LayerAttention, ModelInfo, has_fast_bfloat16
-from radixsvc.attention import DTYPE_CODES, paged_attention
+from radixsvc.attention import paged_attention
 from tiers import _kernels
 
 # h += o(attend(rotate(qkv(norm(h))))); h += down(silu(gate(norm(h))) * up(norm(h)))
@@ -69,7 +69,7 @@ class PackedLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of bfloat16.
 
     https://arxiv.org/abs/1910.07467
     """
@@ -94,7 +94,6 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, tokens: int, heads: int, stride: int, out: torch.Tensor
     ) -> None:
         _kernels.rms_norm(
-            DTYPE_CODES[x.dtype],
             tokens,
             heads,
             x.shape[-1],
@@ -156,7 +155,6 @@ def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor
     """Turn the first heads of x [tokens, heads, head_dim] by [1, tokens, rotary_dim] in place."""
     cos, sin = cos.contiguous(), sin.contiguous()
     _kernels.rotate(
-        DTYPE_CODES[x.dtype],
         len(x),
         num_heads,
         x.shape[2],

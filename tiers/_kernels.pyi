@@ -59,7 +59,6 @@ def attention(
     """
 
 def rms_norm(
-    dtype: int,
     num_tokens: int,
     num_heads: int,
     dim: int,
@@ -73,11 +72,11 @@ def rms_norm(
 ) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight for each head of each token, on the CPU.
 
-    Strides are a token's, in elements; a token's heads lie one after another. `out` may be `x`.
+    All bf16. Strides are a token's, in elements; a token's heads lie one after another. `out` may
+    be `x`.
     """
 
 def rotate(
-    dtype: int,
     num_tokens: int,
     num_heads: int,
     head_dim: int,
@@ -90,7 +89,7 @@ def rotate(
 ) -> None:
     """Rotary embedding in place, of the first `rotary_dim` elements of each head, on the CPU.
 
-    cos and sin are [num_tokens][rotary_dim], their second halves as their first.
+    All bf16; cos and sin are [num_tokens][rotary_dim], their second halves as their first.
     """
 
 def copy_pages(

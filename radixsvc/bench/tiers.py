@@ -1,15 +1,12 @@
-"""The tiers alone: page copies against memcpy, the disk tier against a plain O_DIRECT program.
+"""The disk tier against a plain O_DIRECT program.
 
-All rates of one table come from the same run. Pages lie scattered on both sides, in random order.
-Copies are timed on their stream's thread; disk transfers from submit to poll, digests, checksums
-and headers included, and against whatever of the plain program's two runs, before and after, was
-the quicker one.
+Transfers are timed from submit to poll, digests, checksums and headers included, and against
+whatever of the plain program's two runs, before and after, was the quicker one.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import mmap
 import os
 import shutil
@@ -21,15 +18,12 @@ from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 
-import numpy as np
 import torch
 
 from radixsvc.bench.report import Metric
 from tiers.base import Chain, Tier
-from tiers.copy import CpuStream
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
-from tiers.host import HostTier
 from tiers.mover import Mover, open_mover
 from tiers.page import PageIds, PageShape, PageState
 
@@ -51,44 +45,10 @@ def run(args: argparse.Namespace) -> list[Metric]:
         for kib in args.page_kib:
             shape = PageShape.uniform(1, 1, kib << 7, 1, "float32")  # 8 bytes a dimension
             num_pages = max(2, (args.mib << 20) // shape.nbytes)
-            metrics += host_copies(shape, num_pages, args.rounds)
             metrics += disk_transfers(shape, num_pages, args.rounds, folder)
         return metrics
     finally:
         shutil.rmtree(folder)
-
-
-def host_copies(shape: PageShape, num_pages: int, rounds: int) -> list[Metric]:
-    """Both ways between host and device, half of the pages at a time."""
-    device = DeviceTier(shape, num_pages, torch.device("cpu"))
-    host = HostTier(shape.nbytes, num_pages)
-    device.pool.zero_()
-    while host.num_free < num_pages:
-        host.poll()
-        time.sleep(1e-3)
-    stream = CpuStream()
-    n = num_pages // 2
-    rng = np.random.default_rng(0)
-    seconds: dict[str, list[float]] = {"memcpy": [], "to host": [], "to device": []}
-    for _ in range(rounds):
-        some, other = (rng.permutation(num_pages)[:n].astype(np.int32) for _ in range(2))
-        base, other_base = host.view(some).base, device.pool.data_ptr()
-        seconds["memcpy"].append(timed(partial(ctypes.memmove, base, other_base, n * shape.nbytes)))
-        pairs = device.view(some), host.view(other)
-        for name, source, target in (("to host", *pairs), ("to device", *pairs[::-1])):
-            start = stream.record()
-            stream.copy(source, target)
-            end = stream.record()
-            stream.synchronize(end)
-            seconds[name].append(stream.elapsed(start, end))
-    stream.close()
-    host.close()
-    best = {name: statistics.median(times) for name, times in seconds.items()}
-    kib = shape.nbytes >> 10
-    return [Metric("memcpy", n * shape.nbytes / best["memcpy"] / 1e9, "GB/s", None, True)] + [
-        Metric(f"{kib} KiB pages {way} / memcpy", best["memcpy"] / best[way], "x", 0.9, True)
-        for way in ("to host", "to device")
-    ]
 
 
 def disk_transfers(shape: PageShape, num_pages: int, rounds: int, folder: Path) -> list[Metric]:

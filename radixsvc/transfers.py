@@ -131,7 +131,9 @@ class Transfers:
             ticket.target.free(target[unwanted & ticket.ok])
             if move.private:
                 self.device.reopen(target[~unwanted & ticket.ok])
-            lost[move.target].append(target[~unwanted & ~ticket.ok])
+            failed = target[~unwanted & ~ticket.ok]
+            self.counters["lost"] += len(failed)
+            lost[move.target].append(failed)
             source = next(i for i, tier in enumerate(self.tiers) if tier is ticket.source)
             bad = ticket.source_pages[ticket.bad]
             bad = bad[ticket.source.states[bad] == PageState.READY]
@@ -139,7 +141,6 @@ class Transfers:
             broken.append((ticket.source, bad))
         pages = [np.unique(np.concatenate(ids)) for ids in lost]
         if any(map(len, pages)):
-            self.counters["lost"] += sum(map(len, pages))
             self.tree.detach(pages)
             for tier, bad in broken:
                 tier.free(bad[tier.states[bad] == PageState.READY])

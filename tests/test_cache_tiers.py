@@ -156,7 +156,7 @@ def test_a_flipped_bit_is_a_miss_and_gone(tmp_path: Path) -> None:
         data[at + 50] ^= 1
     segment.write_bytes(data)
     assert rig.run(prompt(0)) == (0, 0, 0)
-    assert rig.cache.stats().lost_pages >= 1
+    assert rig.cache.stats().lost_pages == 3
     assert rig.cache.match(TEAM, prompt(0)).device == 15
     rig.close()
 

@@ -73,7 +73,6 @@ class Ticket:
     _settled: bool = False
     _start: Any = None
     _end: Any = None
-    _generation: int = 0
     _deadline: float = math.inf
     _jobs: list[Job] = field(default_factory=list)
 
@@ -189,7 +188,6 @@ class Mover:
             tier, pages, stored = ticket.source, ticket.source_pages, ticket.target_pages
         fence, n = self._fence(), len(pages)
         step = self._queue.job_pages(n)
-        ticket._generation = disk.generation
         ticket._deadline = self._clock() + self._disk_deadline_s
         for at in (slice(i, i + step) for i in range(0, n, step)):
             records = partial(chain.records, n, at) if chain and ticket.target is disk else None
@@ -278,7 +276,7 @@ class Mover:
             lane.last_end = max(end, lane.last_end)
             self._learn(ticket, max(0.0, end - begin))
         assert self._disk is not None
-        if ticket._generation != self._disk.generation:
+        if ticket._jobs[0].generation != self._disk.generation:
             ticket.ok[:] = False  # flushed meanwhile
         self._settle(ticket, lane)
 

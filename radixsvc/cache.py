@@ -96,7 +96,7 @@ class PrefixCache:
     @property
     def available(self) -> int:
         """Device pages that are free or could be made so now."""
-        return self.device.num_free + self.device.num_retired + self.tree.evictable(DEVICE)
+        return self.residency.available
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of one sequence."""
@@ -140,7 +140,7 @@ class PrefixCache:
     def poll(self) -> None:
         """Take in what finished in the background; cheap."""
         self.pins.expire()
-        if self.residency.poll():
+        if self.residency.poll() or not self.residency.is_moving:  # or a copy was refused
             self.pins.secure()
 
     @property
@@ -213,11 +213,13 @@ class PrefixCache:
         if page >= 0 and level == HOST and load:
             move = residency.load_private(page, found.partial)
             lease.tail = None if move is None else (move, found.partial)
-        if not residency.promote(tree.path(lease.node), levels):
+        begun = residency.promote(tree.path(lease.node), levels)
+        pages = np.frombuffer(tree.device_pages(lease.node), np.int32)
+        if not begun or len(pages) < len(levels):  # or lost while room was made
             lease.let_go()
             self._hold_cached(lease, load=False)
             return
-        lease.hold(np.frombuffer(tree.device_pages(lease.node), np.int32))
+        lease.hold(pages)
         lease.num_locked = lease.num_pages
         counts = np.bincount(levels, minlength=len(PAGES)) * self.page_size
         lease.sources = TokensByTier(0, 0, 0)

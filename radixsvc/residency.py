@@ -67,24 +67,30 @@ class Residency(Transfers):
 
     # -- room ---------------------------------------------------------------------------------
 
+    @property
+    def available(self) -> int:
+        """Device pages that are free or could be made so now."""
+        return self.device.num_free + self.device.num_retired + self.tree.evictable(DEVICE)
+
     def make_room(self, num_pages: int) -> None:
-        """Have so many device pages free, if what is evictable allows it.
+        """Have so many device pages free; nothing is evicted where so many are not `available`.
 
         What lies nowhere else is copied down first, as far as that is done within
         DEMOTION_WAIT_S, since everything that decodes waits; the rest is dropped.
         """
         device = self.device
+        if num_pages > self.available:
+            return
         end = time.monotonic() + DEMOTION_WAIT_S
         while device.num_free < num_pages:
             in_time = time.monotonic() < end
             coming = device.num_retired if in_time else 0
             missing = num_pages - device.num_free - coming
-            if missing > 0:
-                evicted = self._evict(max(missing, self._evict_ahead), copy=in_time)
-                if not evicted and not coming:
-                    break
-            elif coming:
-                self.take_in(self.mover.wait(0.005))
+            if missing > 0 and self._evict(max(missing, self._evict_ahead), copy=in_time):
+                continue
+            if not coming:
+                break
+            self.take_in(self.mover.wait(0.005))
 
     def _evict(self, num_pages: int, copy: bool) -> int:
         """Evict that many device pages; `copy` first what lies nowhere else."""
@@ -140,8 +146,10 @@ class Residency(Transfers):
 
     def secure(self, path: Iterable[Node]) -> bool:
         """Whether a path lies whole below the device; what does not is copied there."""
-        is_safe = True
         target = HOST if self.tiers[HOST] is not None and self.policy.write != "none" else DISK
+        if self.tiers[target] is None:
+            return False
+        is_safe = True
         for node in path:
             safe = np.zeros(self.tree.num_pages(node), np.bool_)
             for level in (HOST, DISK):
@@ -149,8 +157,7 @@ class Residency(Transfers):
                 safe[: len(ready)] |= ready
             if not safe.all():
                 is_safe = False
-                if self.tiers[target] is not None:
-                    self._copy_down([(node, 0)], DEVICE, target)
+                self._copy_down([(node, 0)], DEVICE, target)
         return is_safe
 
     def _copy_down(
@@ -158,7 +165,8 @@ class Residency(Transfers):
     ) -> int:
         """Copy those nodes' pages from a place on to a lower tier that lacks them, `most` in all.
 
-        Returns how many. For want of room the coldest stay behind, which come first.
+        Returns how many. For want of room the coldest stay behind, which come first. To disk
+        goes one node at a time: its records are one chain.
         """
         wanted = sum(len(self._lacking(*tail, source, target)) for tail in tails)
         wanted = wanted if most is None else min(wanted, most)
@@ -168,22 +176,17 @@ class Residency(Transfers):
         # Taking pages may have evicted, so what is lacking is looked up again.
         spans = [(node, self._lacking(node, first, source, target)) for node, first in tails]
         excess = sum(len(places) for _, places in spans) - len(pages)
-        left = pages
-        groups: list[list[tuple[Node, PageIds]]] = [[]]
+        kept = []
         for node, places in spans:
-            kept = places[: max(0, len(places) - max(0, excess))]
+            count = len(places) - max(0, excess)
             excess -= len(places)
-            if len(kept):
-                groups[-1].append((node, kept))
-                if target == DISK:  # a chain of records each
-                    groups.append([])
-        for group in groups:
-            count = sum(len(places) for _, places in group)
-            if count and not self._submit_down(group, left[:count], source, target):
-                break
-            left = left[count:]
-        self.tier(target).free(left)
-        return len(pages) - len(left)
+            if count > 0:
+                kept.append((node, places[:count]))
+        count = sum(len(places) for _, places in kept)
+        if not count or not self._submit_down(kept, pages[:count], source, target):
+            count = 0
+        self.tier(target).free(pages[count:])
+        return count
 
     def _submit_down(
         self, spans: Sequence[tuple[Node, PageIds]], pages: PageIds, source: int, target: int
@@ -199,6 +202,7 @@ class Residency(Transfers):
         for node, places in spans:
             self.tree.attach(node, target, places, pages[: len(places)])
             pages = pages[len(places) :]
+        for node, _ in spans:  # now that none is to be attached: this may merge them
             self.enforce_quota(node.account, target)
         return True
 
@@ -252,6 +256,10 @@ class Residency(Transfers):
         for source in (HOST, DEVICE):
             self._copy_down([(node, 0)], source, DISK)
 
+    def _is_unwritten(self, node: Node) -> bool:
+        """Whether `_write` has something to write, or the mover refused it."""
+        return any(len(self._lacking(node, 0, source, DISK)) for source in (HOST, DEVICE))
+
     def _copy_ahead(self) -> None:
         """Copy the coldest device pages to the host before their room is needed."""
         device = self.device
@@ -271,8 +279,11 @@ class Residency(Transfers):
         for node in sorted(self.tree.nodes(), key=lambda n: -n.last_use):
             if time.monotonic() < end:
                 self._write(node)
+            while self._moves and self._is_unwritten(node) and time.monotonic() < end:
+                self.take_in(self.mover.wait(end - time.monotonic()))  # the queue was full
+                self._write(node)
         while self._moves and time.monotonic() < end:
-            self.take_in(self.mover.wait(max(0.0, end - time.monotonic())))
+            self.take_in(self.mover.wait(end - time.monotonic()))
 
     def flush(self) -> None:
         """The tree was flushed: free its pages, and let nothing stored be read again."""

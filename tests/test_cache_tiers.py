@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from pathlib import Path
@@ -132,6 +133,18 @@ def test_found_again_after_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
+def test_saving_goes_on_when_the_queue_was_full(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.mover._max_queued_bytes = 1  # one ticket at a time
+    for seed in range(4):
+        rig.run(prompt(seed))
+    rig.cache.save(10.0)
+    rig.close()
+    again = Rig(tmp_path)
+    assert [again.cache.match(TEAM, prompt(seed)).disk for seed in range(4)] == [12] * 4
+    again.close()
+
+
 def test_killed_without_a_word_keeps_what_was_used_twice(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.run(prompt(0))
@@ -258,6 +271,22 @@ def test_a_pin_stays_on_the_device_until_its_copy_has_arrived(tmp_path: Path) ->
     rig.close()
 
 
+def test_a_pin_whose_copy_was_refused_is_copied_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, disk=0)
+    rig.run(prompt(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.mover, "submit", lambda *transfer: None)
+        assert rig.cache.pin(TEAM, prompt(0), ttl=1000) == 16
+    assert not rig.cache.is_moving
+    rig.cache.poll()
+    rig.settle()
+    assert rig.run(prompt(1, 32)).length == 0
+    assert rig.cache.match(TEAM, prompt(0)) == (0, 15, 0)
+    rig.close()
+
+
 def test_where_copies_down_lag_pages_are_dropped_and_requests_go_on(tmp_path: Path) -> None:
     demote = StuckStream()
     rig = Rig(tmp_path, disk=0, demote=demote)
@@ -278,9 +307,11 @@ class StuckStream(CpuStream):
         return not self.stuck and super().query(event)
 
 
-def test_hits_at_double_are_those_of_a_host_of_twice_the_size(tmp_path: Path) -> None:
-    """Give or take the pages on their way here or there; see the same of the device in
-    `test_cache`, where nothing is."""
+def test_hits_at_double_are_those_of_a_host_of_twice_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To within a page. No page is dropped for want of time, so every run is the same."""
+    monkeypatch.setattr("radixsvc.residency.DEMOTION_WAIT_S", math.inf)
     rng = random.Random(3)
     asked = [rng.randrange(24) for _ in range(150)]
 
@@ -292,5 +323,5 @@ def test_hits_at_double_are_those_of_a_host_of_twice_the_size(tmp_path: Path) ->
         rig.close()
         return stats.hit_tokens.length, stats.hits_at_double.host
 
-    once, less, more = hits(6), hits(10), hits(14)
-    assert once[0] < less[0] <= sum(once) <= more[0]
+    once, less, more = hits(6), hits(11), hits(13)
+    assert once[0] < less[0] < sum(once) < more[0]

@@ -11,7 +11,7 @@ import pytest
 from radixsvc.cache import Lease, PinLimit, PrefixCache, namespace_key
 from tiers.page import InvariantError, OutOfPages, PageIds, PageLedger
 
-A, B = namespace_key("a"), namespace_key("b")
+A = namespace_key("a")
 
 
 class Ledger(PageLedger):

@@ -33,7 +33,6 @@ from tiers.page import PageIds
 
 NUM_REQUESTS = int(os.environ.get("RADIXSVC_SOAK", "2000"))
 AT_ONCE = 12
-CHECK_EVERY = 100
 DEVICE_PAGES, HOST_PAGES, DISK_PAGES = 64, 48, 64
 SLOT_BYTES = 8192
 WEIGHTS = b"w" * 32

@@ -12,6 +12,7 @@ means that ownership is broken and nothing may be served on it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -65,7 +66,9 @@ class PrefixCache:
     """Radix tree and pages. `max_pinned` is the part of the device that pins may take.
 
     `max_ghosts` is the part of each tier that is remembered after its eviction: `hits_at_double`
-    wants all of it. Not `enabled`: every request computes its whole prompt and leaves nothing.
+    wants all of it. `quotas` limit the pages by tier that the tree keeps for all namespaces of a
+    key's name; what is leased may exceed them for a time. Not `enabled`: every request computes
+    its whole prompt and leaves nothing.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class PrefixCache:
         max_ghosts: float = 1.0,
         max_pinned: float = 0.5,
         lower: Lower | None = None,
+        quotas: Mapping[str, Sequence[int | None]] | None = None,
         enabled: bool = True,
     ) -> None:
         self.device = cast(DeviceTier, device)
@@ -84,6 +88,8 @@ class PrefixCache:
         tiers = [device] if lower is None else [device, lower.host, lower.disk]
         limits = [0 if tier is None else int(max_ghosts * tier.num_pages) for tier in tiers]
         self.tree = RadixTree(page_size, limits)
+        for name, pages in (quotas or {}).items():  # before a restart's pages are taken in
+            self.tree.account(name).quota[:] = pages
         self.residency = Residency(self.tree, self.device, lower)
         self.pins = Pins(self.residency, int(max_pinned * device.num_pages))
         self.leases: dict[str, dict[Lease, None]] = {}  # by namespace, oldest first
@@ -147,15 +153,6 @@ class PrefixCache:
     def is_moving(self) -> bool:
         """Whether copies between tiers are under way or due: `poll` has something to do."""
         return self.residency.is_moving
-
-    @property
-    def seconds_per_token(self) -> float:
-        """What computing a prompt's token takes, to weigh loading against; 0 while not known."""
-        return self.residency.seconds_per_token
-
-    @seconds_per_token.setter
-    def seconds_per_token(self, seconds: float) -> None:
-        self.residency.seconds_per_token = seconds
 
     # -- leases -------------------------------------------------------------------------------
 
@@ -295,13 +292,6 @@ class PrefixCache:
         self.tree.prune(found.node)
         self.residency.free_dropped()
         return before - self.tree.resident(DEVICE)
-
-    def set_quota(self, name: str, num_pages: int, level: int = DEVICE) -> None:
-        """Limit the pages of a tier that the tree keeps for all namespaces of a key's name.
-
-        To be set before the first of them is used. Pages under leases may exceed it for a time.
-        """
-        self.tree.account(name).quota[level] = num_pages
 
     def flush(self) -> None:
         """Empty the cache, every tier. What leases hold goes when they are released."""

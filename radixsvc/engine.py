@@ -309,7 +309,7 @@ class Engine:
                 self.max_request_tokens,
                 cuda_capture(device),
             )
-        self.cache.seconds_per_token = self.sizer.seconds_per_token
+        self.cache.residency.seconds_per_token = self.sizer.seconds_per_token
         self._last_progress = time.monotonic()
         self.ready = True
 
@@ -379,7 +379,7 @@ class Engine:
         self._retired_at = now
         num_decode = sum(not work.prefills for work in step.work)
         self.sizer.record(step.num_prefill, num_decode, self._step_seconds)
-        self.cache.seconds_per_token = self.sizer.seconds_per_token
+        self.cache.residency.seconds_per_token = self.sizer.seconds_per_token
         self._steps += 1
         self._last_progress = time.monotonic()
 

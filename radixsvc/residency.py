@@ -59,6 +59,8 @@ class Residency(Transfers):
             if lower.disk is not None:
                 stored = cast(DiskTier, lower.disk).take_recovered()
                 lower.disk.free(self._records.recover(list(stored), lower.policy.disk_after))
+                for account in tree.accounts.values():
+                    self.enforce_quota(account, DISK)
 
     @property
     def is_moving(self) -> bool:

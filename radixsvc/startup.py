@@ -68,16 +68,19 @@ def build_backend(config: Config) -> Backend:
     shape = model.page_shape(config.tiers.device.page_size)
     tier = DeviceTier(shape, num_device_pages(config, shape, device), device)
     lower = build_lower(config, tier, bytes.fromhex(model.info.fingerprint))
-    cache = PrefixCache(tier, shape.page_size, lower=lower, enabled=config.cache.enabled)
     log.info("%s on %s in %s", model.info.name, device, model.info.dtype)
     held = (tier, lower.host, lower.disk) if lower is not None else (tier,)
-    for level, (name, part) in enumerate(zip(PAGES, held, strict=False)):
+    quotas: dict[str, list[int | None]] = {account: [] for account in config.quotas}
+    for name, part in zip(PAGES, held, strict=False):
         if part is not None:
             log.info("%s", describe_tier(name, config, shape, part.num_pages))
-            for account, quota in config.quotas.items():
-                share: Size = getattr(quota, name)
-                num_bytes = share.resolve(part.num_pages * shape.nbytes)
-                cache.set_quota(account, num_bytes // shape.nbytes, level)
+        for account, quota in config.quotas.items():
+            share: Size = getattr(quota, name)
+            limit = 0 if part is None else share.resolve(part.num_pages * shape.nbytes)
+            quotas[account].append(limit // shape.nbytes)
+    cache = PrefixCache(
+        tier, shape.page_size, lower=lower, quotas=quotas, enabled=config.cache.enabled
+    )
     scheduler = SchedulerConfig(**msgspec.structs.asdict(config.scheduler))
     overlap = {"auto": None, "on": True, "off": False}[config.engine.overlap]
     options = EngineConfig(

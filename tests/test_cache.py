@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,8 +32,8 @@ def prompt(n: int, seed: int = 0) -> np.ndarray:
     return np.arange(n, dtype=np.int32) + 1000 * seed
 
 
-def make(num_pages: int = 64, page_size: int = 4, **options: float) -> PrefixCache:
-    return PrefixCache(Ledger(num_pages), page_size, **options)  # type: ignore[arg-type]
+def make(num_pages: int = 64, page_size: int = 4, **options: Any) -> PrefixCache:
+    return PrefixCache(Ledger(num_pages), page_size, **options)
 
 
 def complete(cache: PrefixCache, tokens: np.ndarray, reply: tuple[int, ...] = ()) -> int:
@@ -192,8 +193,7 @@ def test_namespaces_see_nothing_of_one_another() -> None:
 
 
 def test_a_quota_bounds_what_is_kept_not_what_runs() -> None:
-    cache = make()
-    cache.set_quota("b", 2)
+    cache = make(quotas={"b": [2]})
     lease = running(cache, prompt(20), namespace_key("b", "salt"))
     lease.commit(20)
     assert cache.match(namespace_key("b", "salt"), prompt(20)).length > 8
@@ -275,7 +275,7 @@ def test_hits_at_double_are_those_of_a_device_of_twice_the_size(most_pages: int)
 
 
 def test_a_cache_that_is_off_computes_everything_and_keeps_nothing() -> None:
-    cache = PrefixCache(Ledger(16), 4, enabled=False)  # type: ignore[arg-type]
+    cache = make(16, enabled=False)
     first = running(cache, prompt(12))
     first.commit(12)
     second = running(cache, prompt(12))

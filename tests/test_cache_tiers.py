@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 SHAPE = PageShape.uniform(2, 1, 8, 4, "float32")
 TEAM = namespace_key("team")
 ALWAYS = TierPolicy(write="back", promote="always")
+Quotas = dict[str, list[int | None]]
 
 
 class Rig:
@@ -32,7 +33,7 @@ class Rig:
 
     def __init__(
         self, folder: Path, device: int = 8, host: int = 32, disk: int = 64,
-        policy: TierPolicy = ALWAYS, demote: CopyStream | None = None,
+        policy: TierPolicy = ALWAYS, demote: CopyStream | None = None, quotas: Quotas | None = None,
     ) -> None:  # fmt: skip
         self.device = DeviceTier(SHAPE, device, CPU)
         self.host = HostTier(SHAPE.nbytes, host) if host else None
@@ -41,9 +42,8 @@ class Rig:
         memory = [self.device, self.host] if self.host else [self.device]
         streams = CpuStream(), demote or CpuStream()
         self.mover = Mover(memory, self.disk, *streams, compute_fence(CPU))
-        self.cache = PrefixCache(
-            self.device, 4, lower=Lower(self.mover, self.host, self.disk, b"w" * 32, policy)
-        )
+        lower = Lower(self.mover, self.host, self.disk, b"w" * 32, policy)
+        self.cache = PrefixCache(self.device, 4, lower=lower, quotas=quotas)
 
     def settle(self) -> None:
         """Let what is under way in the background end."""
@@ -145,6 +145,18 @@ def test_saving_goes_on_when_the_queue_was_full(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_quota_holds_for_what_a_restart_finds(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for seed in range(4):
+        rig.run(prompt(seed))
+    rig.cache.save(10.0)
+    rig.close()
+    again = Rig(tmp_path, quotas={"team": [8, 8, 6]})
+    assert again.cache.tree.accounts["team"].resident == [0, 0, 6]
+    again.cache.check()
+    again.close()
+
+
 def test_killed_without_a_word_keeps_what_was_used_twice(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.run(prompt(0))
@@ -197,11 +209,11 @@ def test_flush_empties_every_tier_for_good(tmp_path: Path) -> None:
 
 def test_loading_is_not_chosen_where_computing_is_cheaper(tmp_path: Path) -> None:
     rig = Rig(tmp_path, disk=0, policy=TierPolicy(promote="cost"))
-    rig.cache.seconds_per_token = 1e-12
+    rig.cache.residency.seconds_per_token = 1e-12
     for seed in range(4):
         rig.run(prompt(seed))
     assert rig.run(prompt(0)) == (0, 0, 0)
-    rig.cache.seconds_per_token = 1.0
+    rig.cache.residency.seconds_per_token = 1.0
     assert rig.run(prompt(1)) == (0, 15, 0)
     rig.close()
 

@@ -15,7 +15,6 @@ import pytest
 from test_tree_machine import CopyFailed, Integers, Machine, ModelDevice
 
 from radixsvc.cache import Lease, Lower, PrefixCache
-from radixsvc.node import DISK, HOST
 from radixsvc.residency import TierPolicy
 from tiers.base import Chain, Record, StoredPage
 from tiers.mover import Ticket
@@ -115,13 +114,12 @@ class TierMachine(Machine):
         self.start()
 
     def start(self) -> None:
+        quotas = {"b": [self.quota, self.quota + 1, self.quota + 2]} if self.quota >= 0 else {}
         self.cache = PrefixCache(
-            self.device, self.page_size, max_ghosts=0.5, max_pinned=0.5, lower=self.lower
-        )
-        self.cache.seconds_per_token = 1.0
-        if self.quota >= 0:
-            for level in (0, HOST, DISK):
-                self.cache.set_quota("b", self.quota + level, level)
+            self.device, self.page_size, max_ghosts=0.5, max_pinned=0.5, lower=self.lower,
+            quotas=quotas,
+        )  # fmt: skip
+        self.cache.residency.seconds_per_token = 1.0
 
     def step(self) -> None:
         if not self.draw(0, 2):

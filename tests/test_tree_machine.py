@@ -56,11 +56,12 @@ class Machine:
         self.page_size = page_size
         self.draw = draw
         self.device = ModelDevice(draw(2, 14), page_size)
-        self.cache = PrefixCache(self.device, page_size, max_ghosts=0.5, max_pinned=0.5)
         self.namespaces = [namespace_key("a"), namespace_key("b", "salt")]
         self.quota = draw(-6, 6)
-        if self.quota >= 0:
-            self.cache.set_quota("b", self.quota)
+        quotas = {"b": [self.quota]} if self.quota >= 0 else {}
+        self.cache = PrefixCache(
+            self.device, page_size, max_ghosts=0.5, max_pinned=0.5, quotas=quotas
+        )
         self.leases: list[tuple[Lease, int]] = []
         self.generation = 0
         self.seen: list[list[int]] = [[]]

@@ -142,7 +142,7 @@ def tiered(
         policy=policy,
     )
     radix = Radix(device, page_size, lower)
-    radix.cache.seconds_per_token = computed
+    radix.cache.residency.seconds_per_token = computed
     return radix
 
 

@@ -167,8 +167,8 @@ class PrefixCache:
         self.leases.setdefault(namespace, {})[lease] = None
         try:
             if self.enabled:
-                counts = self.tree.hits_at_double(namespace, _packed(tokens[:-1]))
-                lease.at_double = TokensByTier(*counts, *[0] * (len(PAGES) - len(counts)))
+                packed = _packed(tokens[:-1])
+                lease.at_double = TokensByTier(*self.tree.hits_at_double(namespace, packed))
                 self._hold_cached(lease, load=True)
         except BaseException:
             lease.release()

@@ -115,7 +115,7 @@ class Lease:
 
     def extend(self, num_tokens: int) -> None:
         """Have pages for the first `num_tokens` tokens. OutOfPages changes nothing."""
-        missing = -(-num_tokens // self._cache.page_size) - self.num_pages
+        missing = self._cache.num_pages_for(num_tokens) - self.num_pages
         if missing > 0:
             self.hold(self._cache.allocate(missing))
         if not self.counted:

@@ -138,7 +138,7 @@ class Placement:
 
     def num_pages(self, node: Node) -> int:
         """Pages that a node's run fills, the last one perhaps partly."""
-        return -(-len(node.tokens) // self.page_bytes)
+        return num_pages(node, self.page_bytes)
 
     def keep(self, node: Node, level: int, count: int) -> int:
         """Let go of a node's pages of a tier but for the first `count`; returns how many."""
@@ -148,7 +148,7 @@ class Placement:
             return 0
         self._freed[level].append(held[at:])
         gone = self._place(node, level, held[:at])
-        if self.ghosts.limits[level] and not node[level]:
+        if not node[level]:
             self.ghosts.add(node, level)
         return gone
 

@@ -29,7 +29,7 @@ class Records:
         path = self.tree.path(node)
         root = path[0].parent
         assert root is not None
-        name = self.tree.namespaces.get(root, "")
+        name = self.tree.namespaces[root]
         size = self.tree.page_bytes
         run = b"".join(n.tokens for n in path[:-1]) + node.tokens[: (int(places[-1]) + 1) * size]
         blobs = [run[i : i + size] for i in range(0, len(run), size)]

@@ -49,6 +49,7 @@ from radixsvc.node import (
     DEVICE,
     DISK,
     PAGE_ID_BYTES,
+    PAGES,
     TOKEN_BYTES,
     Account,
     Children,
@@ -94,7 +95,7 @@ class RadixTree(Structure):
         That is the estimate of `Ghosts` for nodes that left the tier whole; what is missing of one
         that still lies there in part has only just gone.
         """
-        counts = [0] * self.num_tiers
+        counts = [0] * len(PAGES)
         found = self.match(namespace, tokens, ghosts=True)
         left = found.length * TOKEN_BYTES
         for node in self.path(found.node):

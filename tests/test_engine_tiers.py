@@ -222,19 +222,31 @@ def test_cancel_while_promoting_gives_all_pages_back(monkeypatch: pytest.MonkeyP
         assert ask("a", base)[0] == expected(base.tolist(), NEW_TOKENS)
 
 
+def test_with_the_cache_off_the_tokens_are_the_same_and_none_is_cached() -> None:
+    prompt = prompt_of(BASE, seed=2)
+    with EngineUnderTest(64) as t:
+        t.cache.enabled = False
+        for _ in range(2):
+            for outcome in complete(t.engine, [prompt, prompt], greedy(NEW_TOKENS)):
+                assert outcome.tokens == expected(prompt.tolist(), NEW_TOKENS)
+                assert outcome.usage.sources == Sources(0, 0, 0, BASE)
+        settle(t.engine)
+        assert t.device.num_free == 64
+
+
 def test_branches_copy_the_partly_filled_page_alone() -> None:
     """Four continuations of one prompt: whole pages by reference, a copy of the last for each."""
     prompt = prompt_of(4 * 5 + 2, seed=3)
     with EngineUnderTest(64) as t:
         complete(t.engine, [prompt], greedy(1))
         before = t.engine.call(lambda cache: cache.stats()).result(10)
-        used = t.device.count()["free"]
+        free = t.device.num_free
         branches = [np.append(prompt, np.int32(90 + i)) for i in range(4)]
         outcomes = complete(t.engine, branches, greedy(1))
         after = t.engine.call(lambda cache: cache.stats()).result(10)
         assert [o.usage.sources for o in outcomes] == [Sources(22, 0, 0, 1)] * 4
         assert after.page_copies - before.page_copies == 4
-        assert used - t.device.count()["free"] <= 4
+        assert free - t.device.num_free <= 4
 
 
 def serve_until_killed(folder: Path, base: Tokens, ready: Connection) -> None:

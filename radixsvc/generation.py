@@ -9,6 +9,7 @@ prompt that is too long still gets its HTTP status. Leaving the context cancels 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 import time
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from radixsvc.toolcalls import ToolCallParser
 if TYPE_CHECKING:
     from radixsvc.admission import Edge
     from radixsvc.startup import Backend
+
+
+_numbers = itertools.count(1)  # two requests may come with one id of a client's choice
 
 
 @dataclass
@@ -68,7 +72,7 @@ class Generation:
                     seed = (params.seed + index % plan.n) % 2**63
                     params = msgspec.structs.replace(params, seed=seed)
                 request = Request(
-                    id=f"{plan.id}-{index}",
+                    id=f"{plan.id}-{next(_numbers)}",
                     namespace=plan.namespace,
                     tokens=plan.prompts[index // plan.n],
                     params=params,

@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -117,7 +118,8 @@ def _load(args: argparse.Namespace) -> configuration.Loaded:
 
 def _serve(args: argparse.Namespace) -> int:
     config = _load(args).config
-    import uvloop  # these take a second to import, which the other commands need not wait for
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until the service has its own
+    import uvloop  # these take seconds to import, which the other commands need not wait for
 
     from radixsvc import log, service
 

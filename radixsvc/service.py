@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,7 @@ from radixsvc import api_prefix
 from radixsvc.admission import EDGE, Edge, KeyRing
 from radixsvc.app import create_app, make_runner
 from radixsvc.config import Config
-from radixsvc.errors import SetupError
+from radixsvc.errors import Draining, SetupError
 from radixsvc.metrics import Metrics
 from radixsvc.startup import Backend, build_backend
 from radixsvc.systemd import extend_timeout, notify, watch
@@ -49,7 +50,7 @@ async def serve(config: Config, build: Build = build_backend) -> int:
     log.info("listening on %s:%d", *listener.getsockname()[:2])
     await stop.wait()
     for number in (signal.SIGTERM, signal.SIGINT):  # a second one ends the process at once
-        loop.remove_signal_handler(number)
+        loop.add_signal_handler(number, os._exit, 1)
     drain_seconds = config.server.drain_seconds
     notify("STOPPING=1", "STATUS=draining", extend_timeout(drain_seconds + 15))
     edge.draining = True
@@ -125,6 +126,8 @@ async def _bring_up(edge: Edge, build: Build) -> None:
             return f"{backend.model_name}: {stats.running} running, {stats.waiting} waiting"
 
         await watch(is_alive, status)
+    except Draining:
+        log.info("told to stop before it was ready")
     except Exception as error:
         if not isinstance(error, SetupError):
             log.exception("the service can't start")

@@ -19,6 +19,8 @@ import aiohttp
 import pytest
 from serving import RunningBackend, serving, tiny_config
 
+from radixsvc import api_prefix
+from radixsvc.admission import Edge
 from radixsvc.cache import PrefixCache
 from radixsvc.cli import main
 from radixsvc.client import AsyncClient
@@ -128,6 +130,7 @@ async def first_answers(session: aiohttp.ClientSession, url: str) -> tuple[int, 
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave logging to pytest where `serve` runs in this process."""
     monkeypatch.setattr("radixsvc.log.setup", lambda level, form: None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -291,6 +294,66 @@ async def test_broken_ownership_ends_the_process(tiny_llama: Path) -> None:
     with pytest.raises(InvariantError):
         await asyncio.wrap_future(backend.engine.call(broken))
     assert await asyncio.wait_for(service, 10) == 1
+
+
+TERMINATED = """
+import os, signal, sys
+from radixsvc.cli import main
+
+class Importing:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Importing())
+main(["serve"])
+"""
+
+
+def test_sigterm_before_anything_is_loaded_ends_with_0() -> None:
+    """The first process of a container would not even notice it without a handler."""
+    assert subprocess.run([sys.executable, "-c", TERMINATED], timeout=60).returncode == 0
+
+
+async def test_sigterm_while_loading_ends_with_0(tiny_llama: Path, tmp_path: Path) -> None:
+    with Process(tiny_llama, tmp_path) as service:
+        await asyncio.to_thread(service.wait_for, "loading")
+        service.process.send_signal(signal.SIGTERM)
+        assert "READY=1" not in await asyncio.to_thread(service.wait_for, "STOPPING=1")
+        assert await asyncio.to_thread(service.process.wait, 30) == 0
+
+
+async def test_sigterm_before_the_named_prompts_are_warm_is_no_failure(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draining refuses their requests, which is not a reason to exit with 1."""
+    backend = RunningBackend(tiny_llama).backend
+    warm = api_prefix.warm_named_prompts
+
+    async def warm_late(edge: Edge) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        edge.draining = True
+        await warm(edge)
+
+    monkeypatch.setattr(api_prefix, "warm_named_prompts", warm_late)
+    config = load(sets=["server.port=0", "prompts.greeting.text=Hello"]).config
+    assert await asyncio.wait_for(serve(config, lambda _: backend), 30) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_the_process_at_once(
+    tiny_llama: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    with Process(tiny_llama, tmp_path) as service:
+        await asyncio.to_thread(service.wait_for, "READY=1")
+        async with AsyncClient(service.url, retries=0) as client:
+            stream = client.stream(PROMPT, max_tokens=900, ignore_eos=True, n=100)
+            await anext(stream)
+            service.process.send_signal(number)
+            await asyncio.to_thread(service.wait_for, "STOPPING=1")
+            service.process.send_signal(number)
+            assert await asyncio.to_thread(service.process.wait, 30) == 1
+        assert not any("499" in str(entry["message"]) for entry in service.logged())
 
 
 async def test_metrics_count_tokens_by_source_and_hold_no_text(tiny: RunningBackend) -> None:

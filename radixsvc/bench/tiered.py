@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> list[Metric]:
     try:
         agents = SimpleNamespace(**tomllib.loads(args.workload.read_text()))
     except (OSError, ValueError) as error:
-        raise SetupError(f"--workload: {error}", 2) from None
+        remedy = "name a file like configs/workload-agents.toml among the sources"
+        raise SetupError(f"--workload: {error}: {remedy}", 2) from None
     model = load_model(fetch(args.model), args.dtype, torch.device("cpu"))
     set_num_threads(measure_num_threads(model.info.dtype))
     parts = {

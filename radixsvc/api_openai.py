@@ -183,7 +183,7 @@ def check_count(call: Call, body: Sampling, num_prompts: int) -> None:
     if num_prompts == 0:
         raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
     if num_prompts * (body.n or 1) > limit:
-        raise InvalidRequest(f"at most {limit} sequences a request", param="n")
+        raise InvalidRequest(f"prompts times n: at most {limit} a request", param="n")
 
 
 async def respond(call: Call, body: Sampling, plan: Plan, openings: list[str]) -> Any:
@@ -241,15 +241,15 @@ async def stream(
                 await send([End(usage)])
             elif include_usage:
                 await send([shape.closing(usage)])
-            if is_sse:
-                await response.write(b"data: [DONE]\n\n")
+            done = b"data: [DONE]\n\n" if is_sse else b""
         except (TimeoutError, ConnectionError):
             raise
         except Exception as error:
             told = as_service_error(error, call.id).to_dict()
             await send([{"error": told} if is_sse else Failure(told)])
+            done = b""
         async with asyncio.timeout(seconds):
-            await response.write_eof()
+            await response.write_eof(done)
     except TimeoutError:
         log.warning("request %s: the client did not read for %g s", call.id, seconds)
         if call.request.transport is not None:

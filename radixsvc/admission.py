@@ -107,7 +107,7 @@ class KeyRing:
         if not self._keys:
             return ANYONE
         scheme, _, secret = (authorization or "").partition(" ")
-        digest = hashlib.sha256(secret.strip().encode()).digest()
+        digest = hashlib.sha256(secret.strip().encode(errors="surrogateescape")).digest()
         found = None
         for known, caller in self._keys.items():  # all of them: how long it takes tells nothing
             if hmac.compare_digest(known, digest):
@@ -207,14 +207,19 @@ class Call:
         if self.request.content.is_eof():
             data = self.request.content.read_nowait()
             if len(data) > self.request.client_max_size:
-                raise BodyTooLarge(f"the body is larger than {self.edge.config.server.max_body}")
+                raise self._too_large()
         else:
             seconds = self.edge.config.server.read_seconds
             try:
                 async with asyncio.timeout(seconds):
                     data = await self.request.read()
+            except web.HTTPRequestEntityTooLarge:
+                raise self._too_large() from None
             except TimeoutError:
-                raise RequestTooSlow(f"the body did not arrive within {seconds:g} s") from None
+                raise RequestTooSlow(
+                    f"the body did not arrive within {seconds:g} s: send it at once, or raise "
+                    "server.read_seconds"
+                ) from None
         body = decode(data, encoding, kind)
         name = getattr(body, "model", None)
         if name and name != backend.model_name and not self.edge.config.model.any_name:
@@ -223,12 +228,14 @@ class Call:
             )
         return body
 
+    def _too_large(self) -> BodyTooLarge:
+        limit = self.edge.config.server.max_body
+        return BodyTooLarge(f"the body is larger than {limit}: send less, or raise server.max_body")
+
 
 def as_service_error(error: Exception, id: str) -> ServiceError:
     """What the caller is told of `error`. What nobody foresaw goes to the log."""
     if isinstance(error, ServiceError):
         return error
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return BodyTooLarge(str(error.text))
     log.error("request %s failed", id, exc_info=error)
     return EngineFailed("an internal error ended this request; it has been logged")

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from radixsvc import __version__, api_admin, api_openai, api_prefix
 from radixsvc.admission import ANYONE, EDGE, Call, Edge, as_service_error
@@ -66,10 +66,12 @@ async def _version(call: Call) -> dict[str, str]:
 
 
 async def _unknown(call: Call) -> web.Response:
-    path = call.request.path
-    if allowed := [method for method, known in ROUTES if known == path]:
-        raise MethodNotAllowed(f"{path} is for {' and '.join(allowed)}")
-    raise NotFound("there is no such path")
+    methods: set[str] = set()
+    for resource in call.request.app.router.resources():
+        methods |= (await resource.resolve(call.request))[1]
+    if allowed := sorted(methods - {hdrs.METH_ANY}):
+        raise MethodNotAllowed(allowed)
+    raise NotFound("there is no such path: OpenAI's are under /v1, as /v1/chat/completions")
 
 
 OPEN_ROUTES = ("/healthz", "/readyz", "/version")
@@ -88,6 +90,7 @@ def _endpoint(
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """`handler` for aiohttp: who calls, under which id, and what became of it; what it returns in
     the encoding the client accepts, and every error in OpenAI's shape."""
+    is_open = route in OPEN_ROUTES
     is_private = not edge.keys and not edge.config.server.public_without_keys
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -101,7 +104,7 @@ def _endpoint(
         try:
             encoding = answer_encoding(headers.get("Accept", ""), headers.get("Content-Type", ""))
             caller = ANYONE
-            if route not in OPEN_ROUTES:
+            if not is_open:
                 if is_private:
                     _refuse_rebinding(request.host)
                 caller = edge.keys.identify(headers.get("Authorization"))
@@ -114,10 +117,7 @@ def _endpoint(
         except Exception as error:
             known = as_service_error(error, id)
             response = _answer({"error": known.to_dict()}, encoding, known.status)
-            if known.retry_after is not None:
-                response.headers["retry-after"] = f"{known.retry_after:.0f}"
-            if known.status == 401:
-                response.headers["WWW-Authenticate"] = "Bearer"
+            response.headers.update(known.headers)
             status = known.status
         finally:
             edge.metrics.count(route, status)

@@ -6,6 +6,8 @@ caller as an answer: it ends the process. These here are for people and their pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ServiceError(Exception):
     """An outcome with an HTTP status; `message` says what is wrong and what to do about it."""
@@ -31,6 +33,11 @@ class ServiceError(Exception):
         """OpenAI's error object."""
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the answer has to say beside its body."""
+        return {} if self.retry_after is None else {"retry-after": f"{self.retry_after:.0f}"}
+
 
 class InvalidRequest(ServiceError, status=400, type="invalid_request_error"): ...
 
@@ -41,7 +48,10 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
 
 class AuthenticationFailed(
     ServiceError, status=401, type="authentication_error", code="invalid_api_key"
-): ...
+):
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
 
 
 class PermissionDenied(ServiceError, status=403, type="permission_error"): ...
@@ -50,7 +60,16 @@ class PermissionDenied(ServiceError, status=403, type="permission_error"): ...
 class NotFound(InvalidRequest, status=404, code="not_found"): ...
 
 
-class MethodNotAllowed(InvalidRequest, status=405): ...
+class MethodNotAllowed(InvalidRequest, status=405):
+    """There is such a path, for the methods `allowed`."""
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        super().__init__(f"this path is for {' and '.join(allowed)}")
+        self.allowed = allowed
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Allow": ", ".join(self.allowed)}
 
 
 class NotAcceptable(InvalidRequest, status=406): ...

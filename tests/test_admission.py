@@ -118,7 +118,8 @@ async def test_routes_need_the_role_they_name(tiny: RunningBackend, keys: KeyRin
             assert await status(method, path, "key-a") == 403
             assert await status(method, path, "key-ops") == 200
         for path in ("/v1/models", "/v1/tree", "/v1/nothing"):
-            assert await status("GET", path, "wrong") == 401
+            for wrong in ("wrong", "\udcff"):  # the latter is a byte that is no text
+                assert await status("GET", path, wrong) == 401
         for path in open_to_all:
             assert await status("GET", path, None) == 200
 

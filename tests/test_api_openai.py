@@ -362,6 +362,7 @@ async def test_wrong_paths_methods_and_types_have_openais_errors(tiny: RunningBa
         ("POST", "/v1/responses", JSON, b"{}", 404),
         ("GET", "/v1/models/gpt-none", {}, b"", 404),
         ("GET", post, {}, b"", 405),
+        ("DELETE", "/v1/models/gpt-none", {}, b"", 405),
         ("POST", post, {"Content-Type": "text/plain"}, body, 415),
         ("POST", post, {**JSON, "Content-Encoding": "gzip"}, body, 415),
         ("POST", post, {**JSON, "Accept": "image/png"}, body, 406),
@@ -376,6 +377,22 @@ async def test_wrong_paths_methods_and_types_have_openais_errors(tiny: RunningBa
                 assert reply.status == status, (method, path)
                 error = (await reply.json())["error"]
                 assert set(error) == {"message", "type", "param", "code"}
+                if status == 405:
+                    allowed = "POST" if path == post else "GET, HEAD"
+                    assert reply.headers["Allow"] == allowed
+    tiny.check()
+
+
+async def test_requests_with_the_same_id_both_get_their_answer(tiny: RunningBackend) -> None:
+    async with serving(tiny.backend) as (url, _), sdk(url) as client:
+        lengths = (5, 60)
+        answers = await asyncio.gather(*[
+            client.completions.create(
+                model="m", prompt=PROMPT, max_tokens=length, timeout=30,
+                extra_headers={"x-request-id": "same"}, extra_body={"ignore_eos": True},
+            ) for length in lengths
+        ])  # fmt: skip
+    assert tuple(answer.usage.completion_tokens for answer in answers) == lengths
     tiny.check()
 
 

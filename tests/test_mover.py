@@ -440,25 +440,25 @@ def test_on_a_gpu_bytes_survive_a_slow_writer_and_every_way(
     if not pinned:
         pinning = Pinning(lambda address, nbytes: False, pinning.unpin)
     host = HostTier(shape.nbytes, 64, pinning)
-    disk = DiskTier(tmp_path, shape.nbytes, 64 * 65536, b"w" * 32, 100, pinning)
+    disk = DiskTier(tmp_path, shape.nbytes, 16 << 20, b"w" * 32, 100, pinning)
     mover = open_mover(device, host, disk)
     mover.probe()
     order = np.random.default_rng(0).permutation(32).astype(np.int32)
-    pages = device.allocate(32)[order]
-    for lower in (host, disk):
+    for way in ([host], [disk], [host, disk], [disk, host]):
+        pages = device.allocate(32)[order]
         expected = torch.randn(32, shape.elems, device=cuda).bfloat16()
         torch.cuda._sleep(10_000_000)
         device.pool[torch.from_numpy(pages).long().to(cuda)] = expected
-        if lower is host:
-            device.publish(pages)
-        there = lower.allocate(32, LOADING)[order]
-        mover.submit(device, pages, lower, there, chain(32))
-        assert mover.wait(5.0)[0].ok.all()
-        back = device.allocate(32, LOADING)
-        mover.submit(lower, there, device, back)
-        assert mover.wait(5.0)[0].ok.all()
-        assert torch.equal(device.pool[torch.from_numpy(back).long().to(cuda)], expected)
-        device.free(back)
+        device.publish(pages)
+        source: Tier = device
+        for target in (*way, device):
+            there = target.allocate(32, LOADING)[order]
+            mover.submit(source, pages, target, there, chain(32))
+            assert mover.wait(5.0)[0].ok.all()
+            source.free(pages)
+            source, pages = target, there
+        assert torch.equal(device.pool[torch.from_numpy(pages).long().to(cuda)], expected)
+        device.free(pages)
     mover.close()
     disk.close()
     host.close()

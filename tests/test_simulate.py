@@ -256,9 +256,11 @@ def test_every_workload_has_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows == [*workloads.WORKLOADS] * 2
 
 
-@pytest.mark.parametrize("option", [["--policies", "magic"], ["--trace", "nowhere.jsonl"]])
+@pytest.mark.parametrize(
+    "option", [["--policies", "magic"], ["--trace", "nowhere.jsonl"], ["--limit", "0"]]
+)
 def test_bad_options_are_told_in_words(tmp_path: Path, option: list[str]) -> None:
-    with pytest.raises(SetupError, match=r"magic|nowhere"):
+    with pytest.raises(SetupError, match=r"magic|nowhere|no requests"):
         simulate.run(simulate_on(tmp_path, *option))
 
 

@@ -155,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
         raise SetupError(f"--policies: {unknown[0]!r} is none of {', '.join(POLICIES)}", 2)
     rows = []
     for label, history in histories(args):
+        if not history:
+            raise SetupError(f"{label}: there are no requests in it", 2)
         if not args.json:
             print(f"{label}: {describe_history(history)}")
         for device in args.device:

@@ -36,10 +36,9 @@ struct rx_plan {
 /* Same for all layers of a step. The arrays lie in the memory of the device that reads them. */
 struct rx_batch {
     int32_t num_seqs, num_tokens, page_size;
-    int32_t max_q_len, max_kv_len; /* upper bounds, known to the host */
-    const int32_t *cu_seqlens_q;   /* [num_seqs + 1] */
-    const int32_t *kv_lens;        /* [num_seqs] */
-    const int32_t *page_indptr;    /* [num_seqs + 1] */
+    const int32_t *cu_seqlens_q; /* [num_seqs + 1] */
+    const int32_t *kv_lens;      /* [num_seqs] */
+    const int32_t *page_indptr;  /* [num_seqs + 1] */
     const int32_t *pages;
     /* Sequences whose first tokens lie in the same pages: group g is the sequences
      * group_seqs[group_indptr[g]] ... group_seqs[group_indptr[g+1] - 1], which share their first

@@ -96,19 +96,22 @@ static PyObject *new_batch(struct rx_batch b) {
     return capsule;
 }
 
+static struct rx_batch take_sequences(struct args *a) {
+    struct rx_batch b = {0};
+    b.num_seqs = (int32_t)take_int(a);
+    b.num_tokens = (int32_t)take_int(a);
+    b.page_size = (int32_t)take_int(a);
+    b.cu_seqlens_q = take_pointer(a);
+    b.kv_lens = take_pointer(a);
+    b.page_indptr = take_pointer(a);
+    b.pages = take_pointer(a);
+    return b;
+}
+
 static PyObject *batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
-    struct rx_batch b = {0};
-    b.num_seqs = (int32_t)take_int(&a);
-    b.num_tokens = (int32_t)take_int(&a);
-    b.page_size = (int32_t)take_int(&a);
-    b.max_q_len = (int32_t)take_int(&a);
-    b.max_kv_len = (int32_t)take_int(&a);
-    b.cu_seqlens_q = take_pointer(&a);
-    b.kv_lens = take_pointer(&a);
-    b.page_indptr = take_pointer(&a);
-    b.pages = take_pointer(&a);
+    struct rx_batch b = take_sequences(&a);
     b.num_groups = (int32_t)take_int(&a);
     b.group_indptr = take_pointer(&a);
     b.group_seqs = take_pointer(&a);

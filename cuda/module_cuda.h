@@ -14,14 +14,7 @@ static PyObject *cuda_plan(PyObject *self, PyObject *const *args, Py_ssize_t nar
 static PyObject *cuda_batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
-    struct rx_batch b = {0};
-    b.num_seqs = (int32_t)take_int(&a);
-    b.num_tokens = (int32_t)take_int(&a);
-    b.page_size = (int32_t)take_int(&a);
-    b.cu_seqlens_q = take_pointer(&a);
-    b.kv_lens = take_pointer(&a);
-    b.page_indptr = take_pointer(&a);
-    b.pages = take_pointer(&a);
+    struct rx_batch b = take_sequences(&a);
     b.plan.words = take_pointer(&a);
     b.plan.num_words = take_int(&a);
     b.plan.num_decode = (int32_t)take_int(&a);

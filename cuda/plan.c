@@ -52,8 +52,10 @@ struct rx_plan rx_plan_cuda(const struct rx_batch *b, int32_t *words) {
     struct rx_plan plan = {0};
     struct list header = {words, 0, RX_PLAN_HEADER};
 
+    int32_t max_q_len = 0;
     struct list partials = begin(header, RX_PARTIALS);
     for (int32_t seq = 0; seq < b->num_seqs; seq++) {
+        if (max_q_len < q_len(b, seq)) max_q_len = q_len(b, seq);
         const int decodes = q_len(b, seq) == 1;
         put(&partials, decodes ? (int32_t)plan.num_partials : -1);
         if (decodes) plan.num_partials += div_up(b->kv_lens[seq], RX_SPLIT);
@@ -93,7 +95,7 @@ struct rx_plan rx_plan_cuda(const struct rx_batch *b, int32_t *words) {
 
     /* The blocks that attend to most come first: the last ones to run are short. */
     struct list prefill = begin(shared, RX_PREFILL);
-    for (int32_t block = div_up(b->max_q_len, RX_BLOCK_TOKENS) - 1; block >= 0; block--) {
+    for (int32_t block = div_up(max_q_len, RX_BLOCK_TOKENS) - 1; block >= 0; block--) {
         for (int32_t seq = 0; seq < b->num_seqs; seq++) {
             if (q_len(b, seq) < 2 || block * RX_BLOCK_TOKENS >= q_len(b, seq)) continue;
             put(&prefill, seq);

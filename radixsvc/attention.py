@@ -141,8 +141,6 @@ class RaggedBatch:
             len(queries),
             num_tokens,
             page_size,
-            int(queries.max(initial=0)),
-            int(contexts.max(initial=0)),
             *(x.ctypes.data for x in lists),
             len(groups.lens),
             *(x.ctypes.data for x in (groups.indptr, groups.seqs, groups.lens)),

@@ -14,8 +14,6 @@ def batch(
     num_seqs: int,
     num_tokens: int,
     page_size: int,
-    max_q_len: int,
-    max_kv_len: int,
     cu_seqlens_q: int,
     kv_lens: int,
     page_indptr: int,

@@ -95,8 +95,6 @@ def host_batch(a: Arrays, groups: bool) -> tuple[Batch, list[Array]]:
         num_seqs=len(p.q_lens),
         num_tokens=len(a.q),
         page_size=p.page_size,
-        max_q_len=max(p.q_lens, default=0),
-        max_kv_len=max(p.kv_lens, default=0),
         num_groups=len(chosen),
     )
     arrays = [a.cu_seqlens_q, a.kv_lens, a.page_indptr, a.pages, *lists]

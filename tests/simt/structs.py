@@ -22,8 +22,6 @@ class Batch(ctypes.Structure):
         ("num_seqs", c_int32),
         ("num_tokens", c_int32),
         ("page_size", c_int32),
-        ("max_q_len", c_int32),
-        ("max_kv_len", c_int32),
         ("cu_seqlens_q", c_void_p),
         ("kv_lens", c_void_p),
         ("page_indptr", c_void_p),
@@ -83,10 +81,7 @@ class Copy(ctypes.Structure):
 
 # The order of the bindings' arguments (tiers/_kernels.pyi).
 DEVICE_FIELDS = "num_seqs num_tokens page_size cu_seqlens_q kv_lens page_indptr pages".split()
-HOST_FIELDS = (
-    "num_seqs num_tokens page_size max_q_len max_kv_len cu_seqlens_q kv_lens page_indptr pages "
-    "num_groups group_indptr group_seqs group_lens"
-).split()
+HOST_FIELDS = [*DEVICE_FIELDS, *"num_groups group_indptr group_seqs group_lens".split()]
 LAYER_FIELDS = (
     "dtype q_heads kv_heads head_dim pool page_stride layer_offset q q_stride q_head_stride "
     "k k_stride k_head_stride v v_stride v_head_stride out out_stride out_head_stride "

@@ -46,6 +46,7 @@ class Pins:
 
         PinLimit where there would be too many pages.
         """
+        self.expire()
         tree = self.tree
         found = tree.match(namespace, tokens)
         if found.length == 0:

@@ -118,10 +118,11 @@ class Placement:
                 return best
         return None
 
-    def victims(self, level: int) -> Iterator[Node]:
+    def victims(self, level: int, account: Account | None = None) -> Iterator[Node]:
         """All that could go from a tier, in that order. Not to be mixed with changes."""
+        accounts = self.accounts.values() if account is None else (account,)
         for priority in CLASSES:
-            lists = [account.victims(level, priority) for account in self.accounts.values()]
+            lists = [one.victims(level, priority) for one in accounts]
             yield from heapq.merge(*lists, key=lambda node: node.last_use)
 
     def take_freed(self, level: int) -> PageIds | None:

@@ -94,18 +94,18 @@ class Residency(Transfers):
                 break
             self.take_in(self.mover.wait(0.005))
 
-    def _evict(self, num_pages: int, copy: bool) -> int:
-        """Evict that many device pages; `copy` first what lies nowhere else."""
+    def _evict(self, num_pages: int, copy: bool, account: Account | None = None) -> int:
+        """Evict that many device pages, of one account or all; `copy` what lies nowhere else."""
         if self.policy.write != "none" and self.tiers[HOST] is not None:
             device, host = self.device, self.tier(HOST)
-            tails = self._tails(self.tree.victims(DEVICE), num_pages)
+            tails = self._tails(self.tree.victims(DEVICE, account), num_pages)
             wanted = sum(len(self._lacking(*tail, DEVICE, HOST)) for tail in tails)
             most = wanted if copy else 0
             while most and self.mover.seconds(device, host, most) > DEMOTION_WAIT_S:
                 most //= 2
             self.counters["dropped"] += wanted - self._copy_down(tails, DEVICE, HOST, most)
         # The same pages, but maybe of other nodes: room on the host may have merged some.
-        evicted = self.tree.evict(num_pages)
+        evicted = self.tree.evict(num_pages, account)
         self.free_dropped()
         self.counters["evicted"] += evicted
         return evicted
@@ -124,9 +124,11 @@ class Residency(Transfers):
     def enforce_quota(self, account: Account, level: int = DEVICE) -> None:
         """Evict what an account's namespaces keep on a tier beyond their quota."""
         quota = account.quota[level]
-        if quota is not None and account.resident[level] > quota:
-            gone = self.tree.evict(account.resident[level] - quota, account, level)
-            self.counters["evicted"] += gone if level == DEVICE else 0
+        excess = 0 if quota is None else account.resident[level] - quota
+        if excess > 0 and level == DEVICE:
+            self._evict(excess, copy=True, account=account)
+        elif excess > 0:
+            self.tree.evict(excess, account, level)
         self.free_dropped()
 
     # -- copies down --------------------------------------------------------------------------

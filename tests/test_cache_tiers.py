@@ -157,6 +157,14 @@ def test_a_quota_holds_for_what_a_restart_finds(tmp_path: Path) -> None:
     again.close()
 
 
+def test_what_a_quota_puts_off_the_device_goes_to_the_host(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, disk=0, quotas={"team": [2, 32, 0]})
+    rig.run(prompt(0))
+    assert rig.cache.match(TEAM, prompt(0)) == (8, 7, 0)
+    assert rig.run(prompt(0)) == (8, 7, 0)
+    rig.close()
+
+
 def test_killed_without_a_word_keeps_what_was_used_twice(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.run(prompt(0))

@@ -146,7 +146,7 @@ class PrefixCache:
     def poll(self) -> None:
         """Take in what finished in the background; cheap."""
         self.pins.expire()
-        if self.residency.poll() or not self.residency.is_moving:  # or a copy was refused
+        if self.residency.poll():
             self.pins.secure()
 
     @property

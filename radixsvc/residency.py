@@ -245,7 +245,10 @@ class Residency(Transfers):
     # -- in the background --------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Take in copies that ended, begin those that are due. Whether any ended."""
+        """Take in copies that ended, begin those that are due.
+
+        Whether what was refused may be tried again: copies ended, or none is under way.
+        """
         if self._mover is None:
             return False
         ended = self._mover.poll()
@@ -254,7 +257,7 @@ class Residency(Transfers):
             self._copy_ahead()
         while self._for_disk and len(self._moves) < 8:
             self._write(self._for_disk.popleft())
-        return bool(ended)
+        return bool(ended) or not self._moves
 
     def _write(self, node: Node) -> None:
         for source in (HOST, DEVICE):

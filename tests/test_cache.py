@@ -56,20 +56,6 @@ def running(cache: PrefixCache, tokens: np.ndarray, namespace: str = A) -> Lease
     return lease
 
 
-def test_the_ten_lines_of_the_readme() -> None:
-    pages = Ledger(64)
-    cache = PrefixCache(pages, page_size=16)
-    prompt = np.arange(40, dtype=np.int32)
-    lease = cache.acquire("team", prompt)
-    lease.extend(len(prompt))  # write keys and values through lease.page_table
-    lease.commit(len(prompt))
-    lease.release()
-    again = cache.acquire("team", np.append(prompt, [7, 8]).astype(np.int32))
-    assert again.cached_len == 40
-    again.release()
-    print(cache.format_tree())
-
-
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 50])
 def test_a_prompt_cached_in_full_still_computes_its_last_token(page_size: int, n: int) -> None:

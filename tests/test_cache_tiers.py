@@ -42,8 +42,8 @@ class Rig:
         memory = [self.device, self.host] if self.host else [self.device]
         streams = CpuStream(), demote or CpuStream()
         self.mover = Mover(memory, self.disk, *streams, compute_fence(CPU))
-        lower = Lower(self.mover, self.host, self.disk, b"w" * 32, policy)
-        self.cache = PrefixCache(self.device, 4, lower=lower, quotas=quotas)
+        self.lower = Lower(self.mover, self.host, self.disk, b"w" * 32, policy)
+        self.cache = PrefixCache(self.device, 4, lower=self.lower, quotas=quotas)
 
     def settle(self) -> None:
         """Let what is under way in the background end."""
@@ -88,10 +88,7 @@ class Rig:
             assert (row[:, 1::2] == float(lease.tokens[i])).all()
 
     def close(self) -> None:
-        self.mover.close()
-        for tier in (self.host, self.disk):
-            if tier is not None:
-                tier.close()
+        self.lower.close()
 
 
 def prompt(seed: int, n: int = 16) -> np.ndarray:

@@ -56,10 +56,7 @@ def running_engine(
     finally:
         engine.drain(10.0)
         if lower is not None:
-            lower.mover.close()
-            for tier in (lower.host, lower.disk):
-                if tier is not None:
-                    tier.close()
+            lower.close()
 
 
 def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:

@@ -150,11 +150,12 @@ def test_checksums_are_crc32c_and_what_was_summed_was_copied(isa: str) -> None:
         for nbytes in [*range(1, 60), 4095, 4096, 100_001]:
             pages = rng.integers(0, 256, (3, nbytes), np.uint8)
             expected = [google_crc32c.value(page.tobytes()) for page in pages]
-            copies = np.zeros((3, nbytes + 5), np.uint8)[:, :nbytes]
-            crcs = checksums(view(pages, ids(2, 0, 1)), view(copies, ids(0, 1, 2), nbytes))
-            assert crcs.tolist() == [expected[i] for i in (2, 0, 1)]
-            assert (copies == pages[[2, 0, 1]]).all()
-            assert row_checksums(copies).tolist() == crcs.tolist()
+            for gap in (0, 5):  # side by side, and in slots
+                copies = np.zeros((3, nbytes + gap), np.uint8)[:, :nbytes]
+                crcs = checksums(view(pages, ids(2, 0, 1)), view(copies, ids(0, 1, 2), nbytes))
+                assert crcs.tolist() == [expected[i] for i in (2, 0, 1)]
+                assert (copies == pages[[2, 0, 1]]).all()
+                assert row_checksums(copies).tolist() == crcs.tolist()
     finally:
         _kernels.select_isa("")
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> list[Metric]:
         Metric(f"KV rotated over, CPU {build_info()['cpu_isa']}", ROTATED_BYTES / 2**20, "MiB")
     ]
     for dtype in DTYPES:
-        memory = arena(dtype)
+        memory = arena(dtype, torch.device("cpu"))
         for num_threads in sorted({1, min(2, torch.get_num_threads())}):
             with threads(num_threads):
                 for heads in HEADS:
@@ -86,11 +86,11 @@ def run(args: argparse.Namespace) -> list[Metric]:
     return metrics
 
 
-def arena(dtype: torch.dtype) -> torch.Tensor:
+def arena(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory as the device tier has it, for the largest case, of random numbers."""
     _, kv_heads, head_dim = HEADS[1]
     shape = PageShape.uniform(1, kv_heads, head_dim, 1, name_of(dtype))
-    memory = DeviceTier(shape, sum(SHARED_LENS), torch.device("cpu")).pool.view(-1)
+    memory = DeviceTier(shape, sum(SHARED_LENS), device).pool.view(-1)
     some = torch.randn(1 << 20).to(dtype)
     for part in torch.split(memory, len(some)):
         part.copy_(some[: len(part)])
@@ -173,18 +173,19 @@ class Paged:
         self.tables = [
             np.concatenate([ids[:num_shared], ids[a:b]]) for a, b in pairwise(cuts.tolist())
         ]
-        dtype = memory.dtype
+        dtype, device = memory.dtype, memory.device
         self.bytes_in_page = 2 * kv_heads * PAGE_SIZE * head_dim * dtype.itemsize
         self.num_layers = max(1, min(max_layers, ROTATED_BYTES // (len(ids) * self.bytes_in_page)))
         shape = PageShape.uniform(self.num_layers, kv_heads, head_dim, PAGE_SIZE, name_of(dtype))
         self.pool = memory[: len(ids) * shape.elems].view(len(ids), shape.elems)
         self.heads, self.kv_lens = heads, kv_lens
         self.read_bytes = sum(kv_lens) * 2 * kv_heads * head_dim * dtype.itemsize
-        batch = RaggedBatch.build([q_len] * len(kv_lens), kv_lens, self.tables, PAGE_SIZE)
+        batch = RaggedBatch.build([q_len] * len(kv_lens), kv_lens, self.tables, PAGE_SIZE, device)
         self.step = StepContext(self.pool, shape, batch)
         tokens = q_len * len(kv_lens)
-        self.q = torch.randn(tokens, q_heads, head_dim).to(dtype)
-        self.k = torch.randn(tokens, kv_heads, head_dim).to(dtype)
+        self.q = torch.randn(tokens, q_heads, head_dim, device=device).to(dtype)
+        k = torch.randn(tokens, kv_heads, head_dim, device=device).to(dtype)
+        self.k: torch.Tensor | None = k  # and the values; None: nothing is appended
         self.scale = head_dim**-0.5
         self.layer = 0
 

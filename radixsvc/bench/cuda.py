@@ -12,16 +12,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from radixsvc.attention import RaggedBatch, StepContext, attention_step, build_info, paged_attention
+from radixsvc.attention import build_info
+from radixsvc.bench.attention import HEADS, SHARED_LEN, SHARED_LENS, Paged, arena
 from radixsvc.bench.report import Metric
 from radixsvc.errors import SetupError
 from tiers.base import PageView
 from tiers.copy import CudaStream
-from tiers.device import DeviceTier
-from tiers.page import PageShape
 
-Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
-TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # keys and values in bfloat16
 COPY_BYTES = 1 << 30
 
 
@@ -36,15 +33,18 @@ def run(args: argparse.Namespace) -> list[Metric]:
     device = torch.device("cuda")
     name = torch.cuda.get_device_name(device)
     metrics = [Metric(f"memory of {name}", torch.cuda.mem_get_info(device)[1] / 2**30, "GiB")]
+    memory = arena(torch.bfloat16, device)
     for batch, kv_len, target in ((32, 4096, 3.8), (1, 65536, 1.8)):
-        span = seconds(attend(device, [1] * batch, [kv_len] * batch))
-        rate = batch * kv_len * TOKEN_BYTES / span / 1e12
+        paged = on_pages(memory, [kv_len] * batch)
+        rate = paged.read_bytes / seconds(paged.attend) / 1e12
         metrics.append(Metric(f"decode, {batch} x {kv_len}", rate, "TB/s", target, True))
-    span = seconds(attend(device, [8192], [8192]))
-    operations = 2 * 2 * Q_HEADS * HEAD_DIM * 8192**2 / 2
+    span = seconds(on_pages(memory, [8192], 8192).attend)
+    q_heads, _, head_dim = HEADS[1]
+    operations = 2 * 2 * q_heads * head_dim * 8192**2 / 2
     metrics.append(Metric("causal prefill of 8192", operations / span / 1e12, "TFLOP/s", 220, True))
-    lens = [8192 + 256] * 32
-    apart, together = (seconds(attend(device, [1] * 32, lens, n)) for n in (0, 8192))
+    apart, together = (
+        seconds(on_pages(memory, SHARED_LENS, shared_len=n).attend) for n in (0, SHARED_LEN)
+    )
     metrics.append(Metric("32 x (8192 shared + 256): faster by", apart / together, "x", 8, True))
     stream = CudaStream(device)
     for page_bytes, target in ((2 << 20, 50.0), (16 << 10, 45.0)):
@@ -70,32 +70,13 @@ def seconds(work: Callable[[], object], rounds: int = 20) -> float:
     return float(start.elapsed_time(end)) / 1e3 / rounds
 
 
-def attend(
-    device: torch.device, q_lens: list[int], kv_lens: list[int], shared_len: int = 0
-) -> Callable[[], object]:
-    """One layer's attention over pages in random order, in turn over enough layers that keys and
-    values come from memory; sequences share their first `shared_len` tokens."""
-    num_shared = shared_len // PAGE_SIZE
-    own = [n // PAGE_SIZE - num_shared for n in kv_lens]
-    ids = np.random.default_rng(0).permutation(sum(own) + num_shared).astype(np.int32)
-    first, *rest = np.split(ids, np.cumsum([num_shared, *own])[:-1])
-    tables = [np.concatenate([first, pages]) for pages in rest]
-    num_layers = max(2, (1 << 29) // (len(ids) * PAGE_SIZE * TOKEN_BYTES))
-    shape = PageShape.uniform(num_layers, KV_HEADS, HEAD_DIM, PAGE_SIZE, "bfloat16")
-    tier = DeviceTier(shape, len(ids), device)
-    tier.pool.normal_()
-    batch = RaggedBatch.build(q_lens, kv_lens, tables, PAGE_SIZE, device)
-    step = StepContext(tier.pool, shape, batch)
-    q = torch.randn(sum(q_lens), Q_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
-    layer = 0
-
-    def one() -> object:
-        nonlocal layer
-        layer = (layer + 1) % num_layers
-        with attention_step(step):
-            return paged_attention(q, None, None, layer, HEAD_DIM**-0.5)
-
-    return one
+def on_pages(
+    memory: torch.Tensor, kv_lens: list[int], q_len: int = 1, shared_len: int = 0
+) -> Paged:
+    """Sequences for attention alone: nothing is appended."""
+    paged = Paged(memory, HEADS[1], kv_lens, q_len, shared_len=shared_len)
+    paged.k = None
+    return paged
 
 
 def copy_seconds(stream: CudaStream, page_bytes: int, to_host: bool) -> float:

@@ -151,10 +151,10 @@ class _Choice:
                 delta = self._delta(self._text.push(event.tokens, event.logprobs))
                 if self._text.stopped:
                     self._backend.engine.cancel(self.request.id)
-                if delta.text or delta.tokens:
+                if delta.text or delta.tokens or delta.tool_calls:
                     deltas.append(delta)
 
-    def _delta(self, piece: Piece) -> Delta:
+    def _delta(self, piece: Piece, is_last: bool = False) -> Delta:
         delta = Delta(
             index=self._index,
             text=piece.text,
@@ -162,17 +162,18 @@ class _Choice:
             logprobs=[_logprob(logprob, self._backend.tokenizer) for logprob in piece.logprobs],
         )
         if self._tools is not None:
+            num_known = len(self._tools.calls)
             delta.text = self._tools.push(piece.text)
+            if is_last:
+                delta.text += self._tools.flush()
+            delta.tool_calls = self._tools.calls[num_known:]
         return delta
 
     def _last(self, reason: FinishReason) -> Delta:
-        delta = self._delta(self._text.flush())
+        delta = self._delta(self._text.flush(), is_last=True)
         delta.finish_reason = "stop" if self._text.stopped else reason.value
-        if self._tools is not None:
-            delta.text += self._tools.flush()
-            delta.tool_calls = self._tools.calls
-            if self._tools.calls and not self._tools.is_cut:
-                delta.finish_reason = "tool_calls"
+        if self._tools is not None and self._tools.calls and not self._tools.is_cut:
+            delta.finish_reason = "tool_calls"
         return delta
 
 

@@ -26,7 +26,7 @@ FORCED = {  # by the template's style: what comes before a function's name, and 
     "hermes": (OPEN + '\n{"name": "', '"arguments": {'),
     "llama": ('{"name": "', '"parameters": {'),
 }
-TAGGED = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|\\Z)", re.DOTALL)
+TAGGED = re.compile(rf"(?<!\s)\s*{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
 BARE = re.compile(r"\A(\s*\{.*)\Z", re.DOTALL)
 CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 INSTRUCTIONS = (
@@ -125,9 +125,10 @@ def _wrong_choice(words: str) -> InvalidRequest:
 class ToolCallParser:
     """Splits a reply, as it arrives, into text to show and tool calls.
 
-    From where a call may begin on, text is held back to the end; what is no call then is shown
-    as it is. A reply that was made to begin with `start` is a call even if the model does not
-    close it: `is_cut` says that its arguments are not whole.
+    From where a call may begin on, with the white space before it, text is held back until the
+    call is closed; what is no call then is shown as it is. A reply that was made to begin with
+    `start` is a call even if the model does not close it: `is_cut` says that its arguments are
+    not whole.
     """
 
     def __init__(self, names: frozenset[str], start: str = "") -> None:
@@ -136,24 +137,26 @@ class ToolCallParser:
         self._names = names
         self._is_forced = bool(start)
         self._held = start
-        self._has_shown = False
+        self._has_begun = False
 
     def push(self, text: str) -> str:
-        """More of the reply; returns the text that may be shown now."""
+        """More of the reply: adds to `calls`, and returns the text that may be shown now."""
         self._held += text
-        if not self._has_shown and self._held.lstrip().startswith("{"):
+        if not self._has_begun and self._held.lstrip().startswith("{"):
             return ""  # a reply that is all JSON
-        end = self._held.find(OPEN)
+        before, close, rest = self._held.rpartition(CLOSE)
+        end = rest.find(OPEN)
         if end < 0:
-            end = len(self._held) - next(
-                n for n in range(len(OPEN) - 1, -1, -1) if self._held.endswith(OPEN[:n])
+            end = len(rest) - next(
+                n for n in range(len(OPEN) - 1, -1, -1) if rest.endswith(OPEN[:n])
             )
-        shown, self._held = self._held[:end], self._held[end:]
-        self._has_shown = self._has_shown or bool(shown.strip())
+        end = len(rest[:end].rstrip())
+        shown, self._held = TAGGED.sub(self._without_calls, before + close) + rest[:end], rest[end:]
+        self._has_begun = self._has_begun or bool(shown or self.calls)
         return shown
 
     def flush(self) -> str:
-        """The end of the reply: fills `calls`, and returns what of the rest is none."""
+        """The end of the reply: adds to `calls`, and returns what of the rest is none."""
         text = TAGGED.sub(self._without_calls, BARE.sub(self._without_calls, self._held))
         return text.strip() if self.calls else text
 

@@ -86,6 +86,13 @@ def parse(text: str, chunk: int, names: Sequence[str] = ("f", "g")) -> tuple[str
         ('{"name": "unknown"}', '{"name": "unknown"}', []),
         ('{"answer": 1}', '{"answer": 1}', []),
         ("<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
+        ("A <tool_call> or two, \n I say", "A <tool_call> or two, \n I say", []),
+        (
+            'Both:\n<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}</tool_call>\n',
+            "Both:",
+            ["f{}", "g{}"],
+        ),
+        ('One <tool_call>{"name": "f"}</tool_call> and more.', "One and more.", ["f{}"]),
         ("a <tool", "a <tool", []),
     ],
 )
@@ -93,6 +100,31 @@ def test_tool_calls_are_read_from_a_reply(
     reply: str, text: str, calls: list[str], chunk: int
 ) -> None:
     assert parse(reply, chunk) == (text, calls)
+
+
+PARTS = (" ", "\n", "a", "<tool", "<tool_call>", "</tool_call>", '{"name": "f"}', "{", "x<")
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=9).map("".join))
+def test_a_reply_means_the_same_however_it_comes(reply: str) -> None:
+    """But for white space about its calls."""
+    (slow, slow_calls), (fast, fast_calls) = parse(reply, 1), parse(reply, 1000)
+    assert (slow.split(), slow_calls) == (fast.split(), fast_calls)
+
+
+def test_a_call_is_there_as_soon_as_it_is_closed() -> None:
+    parser = ToolCallParser(frozenset("f"))
+    assert parser.push('Well.\n<tool_call>{"name": "f"}</tool_cal') == "Well."
+    assert not parser.calls
+    assert parser.push("l>\n") == ""
+    assert len(parser.calls) == 1
+    assert (
+        parser.push("<tool_call>no call</tool_call> That")
+        == "\n<tool_call>no call</tool_call> That"
+    )
+    assert parser.push(" was it.") == " was it."
+    assert parser.flush() == ""
+    assert len(parser.calls) == 1
 
 
 @pytest.mark.parametrize("chunk", [1, 1000])

@@ -95,6 +95,10 @@ class Tool(Struct, kw_only=True):
     type: Literal["function"] = "function"
 
 
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=16_384)]
+Tools = Annotated[list[Tool], Meta(max_length=512)]
+
+
 class ToolChoice(Struct):
     function: Function
 
@@ -104,11 +108,11 @@ class ResponseFormat(Struct):
 
 
 class ChatRequest(Sampling, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=16_384)]
+    messages: Messages
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=512)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -118,8 +122,8 @@ class PromptRequest(Struct, kw_only=True):
     """A prompt for the prefix endpoints: `prompt`, or `messages` (and `tools`) as in a chat."""
 
     prompt: Any = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     cache_salt: Salt | None = None
     model: str | None = None
     ttl: Annotated[float, Meta(gt=0, le=7 * 86400)] = 3600.0  # seconds; of a pin

@@ -133,13 +133,24 @@ async def test_tokens_round_trip(tiny: RunningBackend) -> None:
         assert found["count"] * 4 == len(found["tokens"])
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": []}, {"prompt": ""}])
-async def test_a_prompt_is_needed_once(tiny: RunningBackend, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": [{"role": "user"}]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"messages": [], "tools": [{"function": {"name": "f"}}]}, "messages"),
+    ],
+)
+async def test_a_prompt_is_needed_once(
+    tiny: RunningBackend, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr(tiny.backend.tokenizer, "_template", "{{ messages }}")  # without tools
     async with serving(tiny.backend) as (url, _), AsyncClient(url) as client:
         for path in ("match", "explain", "warm", "pin"):
             with pytest.raises(ApiError) as caught:
                 await client.prefix(path, **body)
-            assert (caught.value.status, caught.value.param) == (400, "prompt")
+            assert (caught.value.status, caught.value.param) == (400, param)
 
 
 async def test_flush_empties_every_namespace(tiny: RunningBackend) -> None:

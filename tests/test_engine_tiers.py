@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from known_model import EngineUnderTest, expected
+from serving import RunningBackend
 
 from radixsvc.bench.harness import complete, greedy, running_engine
 from radixsvc.cache import Lease, Lower
@@ -232,6 +233,14 @@ def test_with_the_cache_off_the_tokens_are_the_same_and_none_is_cached() -> None
                 assert outcome.usage.sources == Sources(0, 0, 0, BASE)
         settle(t.engine)
         assert t.device.num_free == 64
+
+
+def test_a_configured_quota_is_the_cache_s(tiny_llama: Path) -> None:
+    sets = ("quotas.batch.device=25%", "quotas.batch.host=50%", "tiers.host.size=4MiB")
+    with RunningBackend(tiny_llama, *sets) as running:
+        cache = running.backend.engine.cache
+        device, host = (tier.num_pages for tier in cache.residency.tiers if tier is not None)
+        assert cache.tree.accounts["batch"].quota == [device // 4, host // 2, 0]
 
 
 def test_branches_copy_the_partly_filled_page_alone() -> None:

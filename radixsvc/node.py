@@ -14,6 +14,7 @@ links of these lists are in the node, so entering and leaving is O(1).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -38,6 +39,7 @@ class Priority(IntEnum):
 
 
 CLASSES = range(len(Priority))
+MAX_STUBS = 1024  # that are remembered; older ones go with their nodes
 
 
 class Children:
@@ -115,7 +117,8 @@ class Account:
 
     `resident[level]` counts the tree's pages on a tier, `evictable[level][class]` those of nodes
     without references. A list of victims begins and ends at `heads[level][class]`, a node that is
-    in no tree.
+    in no tree. Where nothing lies below the device, `stubs[class]` are the nodes that
+    became victims with a partly filled page, oldest first; some may have lost it since.
     """
 
     def __init__(self, name: str, num_tiers: int, detached: bool = False) -> None:
@@ -125,6 +128,7 @@ class Account:
         self.resident = [0] * num_tiers
         self.evictable = [[0 for _ in CLASSES] for _ in range(num_tiers)]
         self.heads = [[Node(b"", None) for _ in CLASSES] for _ in range(num_tiers)]
+        self.stubs: list[deque[Node]] = [deque(maxlen=MAX_STUBS) for _ in CLASSES]
 
     def victim(self, level: int, priority: int) -> Node | None:
         """The least recently used node of that class on that tier."""

@@ -118,6 +118,20 @@ class Placement:
                 return best
         return None
 
+    def stub_before(self, victim: Node) -> Node | None:
+        """The oldest node whose partly filled page goes before that victim's pages, if any.
+
+        Such a page holds fewer tokens than any other in as much memory. To be let go of at once:
+        it is not found again.
+        """
+        account: Account = victim.account
+        stubs = account.stubs[victim.priority]
+        while stubs:
+            node = stubs.popleft()
+            if len(node.device) // PAGE_ID_BYTES * self.page_bytes > len(node.tokens):
+                return node
+        return None
+
     def victims(self, level: int, account: Account | None = None) -> Iterator[Node]:
         """All that could go from a tier, in that order. Not to be mixed with changes."""
         accounts = self.accounts.values() if account is None else (account,)
@@ -203,6 +217,8 @@ class Placement:
             if count and _may_go(node, level):
                 account.evictable[level][priority] += count
                 node.link_before(account.heads[level][priority], level)
+        if self.num_tiers == 1 and len(node.tokens) % self.page_bytes:
+            account.stubs[priority].append(node)
 
     def _leave(self, node: Node) -> None:
         """The first reference: no victim any more."""

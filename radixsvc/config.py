@@ -162,7 +162,7 @@ def load(
     file: str | None = None, environ: Mapping[str, str] | None = None, sets: Sequence[str] = ()
 ) -> Loaded:
     """Read all sources in their order. SetupError names the key, its origin and the remedy."""
-    given = [(file, path, value) for path, value in _flatten(_read_toml(file))] if file else []
+    given = [(file, path, value) for path, value in flatten(_read_toml(file))] if file else []
     for name, text in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             path = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
@@ -191,8 +191,17 @@ def load(
 
 def entries(config: Config) -> Iterator[tuple[str, Any]]:
     """Every key's path and value, in the order of the sections."""
-    for path, value in _flatten(msgspec.to_builtins(config, enc_hook=str)):
+    for path, value in flatten(msgspec.to_builtins(config, enc_hook=str)):
         yield ".".join(path), value
+
+
+def flatten(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each value of nested tables, with its path."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from (((key, *path), part) for path, part in flatten(value))
+        else:
+            yield (key,), value
 
 
 def _read_toml(file: str) -> dict[str, Any]:
@@ -203,14 +212,6 @@ def _read_toml(file: str) -> dict[str, Any]:
         raise SetupError(f"{file}: {error.strerror}") from None
     except ValueError as error:
         raise SetupError(f"{file}: not TOML: {error}") from None
-
-
-def _flatten(table: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from (((key, *path), part) for path, part in _flatten(value))
-        else:
-            yield (key,), value
 
 
 def _explained(error: msgspec.ValidationError, origins: dict[str, str]) -> SetupError:

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from typing import cast
+from dataclasses import astuple
 
 import numpy as np
 import torch
 
 from radixsvc.bench.harness import complete, greedy
-from radixsvc.bench.ledgers import InstantMover, LedgerTier
+from radixsvc.bench.policies import NAMESPACE, Radix
 from radixsvc.bench.report import format_rows
 from radixsvc.bench.tiered import random_prompt, settle, tiered_engine
-from radixsvc.cache import Lease, Lower, PrefixCache
+from radixsvc.cache import Lease
 from radixsvc.engine import Engine
 from radixsvc.fetch import fetch
 from radixsvc.inspection import format_tree
 from radixsvc.model import load_model
 from radixsvc.request import Tokens
-from tiers.mover import Mover
 
-NAMESPACE = "demo"
 PAGE_SIZE = 4
 DEVICE_PAGES = 10
 HOST_PAGES = 6
@@ -35,6 +33,7 @@ MOST_WORDS = 9  # of an edge in a picture
 KIND = "you are a kind and patient helper"
 TREES = f"{KIND} . what is a radix tree ?"
 PAGES = f"{KIND} . what is a page table ?"
+LONGER = f"{TREES} in two words"
 STRANGERS = (
     "list five rivers of asia and how long each of them is in kilometres and in miles please",
     "which planets have rings and who was the first to see them through a telescope and when",
@@ -48,149 +47,112 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=600, help="of the second part")
 
 
-def run(args: argparse.Namespace) -> int:
-    SmallTree().show()
+def run(args: argparse.Namespace) -> None:
+    on_a_small_tree()
     if not args.no_model:
         on_the_model(args.model, args.prompt_tokens)
-    return 0
 
 
-class SmallTree:
+class SmallTree(Radix):
     """A cache over a handful of pages without memory, whose tokens are words."""
 
     def __init__(self) -> None:
-        self.host = LedgerTier("host", HOST_PAGES)
-        mover = cast(Mover, InstantMover({}))
-        lower = Lower(mover, self.host, None, fingerprint=bytes(32))
-        self.cache = PrefixCache(LedgerTier("device", DEVICE_PAGES), PAGE_SIZE, lower=lower)
-        self._vocabulary: list[str] = []
+        super().__init__((DEVICE_PAGES, HOST_PAGES, 0), PAGE_SIZE)
+        self._ids: dict[str, int] = {}
 
-    def tokens(self, text: str) -> Tokens:
-        for word in text.split():
-            if word not in self._vocabulary:
-                self._vocabulary.append(word)
-        return np.array([self._vocabulary.index(word) for word in text.split()], np.int32)
+    def ids(self, text: str) -> Tokens:
+        return np.array([self._ids.setdefault(w, len(self._ids)) for w in text.split()], np.int32)
 
     def words(self, run: bytes) -> str:
         """An edge's words; of many the first and the last ones."""
-        words = [self._vocabulary[token] for token in np.frombuffer(run, np.int32)]
+        vocabulary = list(self._ids)
+        words = [vocabulary[token] for token in np.frombuffer(run, np.int32)]
         if len(words) > MOST_WORDS:
             words[3:-3] = ["..."]
         return " ".join(words)
 
-    def take(self, text: str) -> Lease:
-        """A lease of a prompt, all of it loaded or computed, and committed."""
-        tokens = self.tokens(text)
-        self.cache.poll()
-        lease = self.cache.acquire(NAMESPACE, tokens)
-        while not lease.poll():
-            self.cache.poll()
-        lease.extend(len(tokens))
-        lease.commit(len(tokens))
-        return lease
+    def ask(self, text: str) -> Lease:
+        """A request that runs until its lease is released."""
+        tokens = self.ids(text)
+        return self.take(tokens, len(tokens))
 
     def picture(self) -> None:
-        """The tree and the pages of both tiers."""
+        """Draw the tree and the pages of both tiers."""
         while self.cache.is_moving:
             self.cache.poll()
         self.cache.check()
         lines = [format_tree(self.cache.tree, label=self.words)]
-        for name, tier in (("device", self.cache.device), ("host", self.host)):
-            states = [f"{n} {state}" for state, n in tier.count().items() if n]
-            lines.append(f"{name}: {', '.join(states)}")
+        for name, states in self.cache.stats().pages.items():
+            lines.append(f"{name}: {', '.join(f'{n} {state}' for state, n in states.items() if n)}")
         print(textwrap.indent("\n".join(lines), "    ") + "\n")
 
-    def show(self) -> None:
-        """All steps in order."""
-        print(
-            f"A tree of words, {PAGE_SIZE} to a page, {DEVICE_PAGES} pages on the device, "
-            f"{HOST_PAGES} on the host.\nAn edge tells its pages on each tier, the running "
-            "requests that hold it (refs)\nand when it was last used, by the tree's clock.\n"
-        )
-        self._prefix_match()
-        self._edge_split()
-        self._reference_counts()
-        self._demotion()
-        self._promotion()
-        self._eviction()
 
-    def _prefix_match(self) -> None:
-        step(1, "A prompt nobody has sent before", "All of it is computed; its pages stay.")
-        self.take(TREES).release()
-        self.picture()
-        longer = f"{TREES} in two words"
-        found = self.cache.match(NAMESPACE, self.tokens(longer))
-        step(2, "Prefix match", f"Of {longer!r} the tree knows {found.length} tokens.")
-        lease = self.take(longer)
-        print(
-            f"    from cache {lease.cached_len}, computed {lease.prompt_len - lease.cached_len}\n"
-        )
-        lease.release()
-        self.picture()
+def on_a_small_tree() -> None:
+    """All moves in order, each with its picture."""
+    print(
+        f"A tree of words, {PAGE_SIZE} to a page, {DEVICE_PAGES} pages on the device, "
+        f"{HOST_PAGES} on the host.\nAn edge tells its pages on each tier, the running "
+        "requests that hold it (refs)\nand when it was last used, by the tree's clock.\n"
+    )
+    tree = SmallTree()
+    step("1. A prompt nobody has sent before", "All of it is computed; its pages stay.")
+    tree.ask(TREES).release()
+    tree.picture()
 
-    def _edge_split(self) -> None:
-        lease = self.take(PAGES)
+    found = tree.cache.match(NAMESPACE, tree.ids(LONGER))
+    step("2. Prefix match", f"Of {LONGER!r} the tree knows {found.length} tokens.")
+    lease = tree.ask(LONGER)
+    print(f"    from cache {lease.cached_len}, computed {lease.prompt_len - lease.cached_len}\n")
+    lease.release()
+    tree.picture()
+
+    with tree.ask(PAGES) as lease:
         step(
-            3,
-            "Edge split",
+            "3. Edge split",
             f"{PAGES!r} leaves the edge within its third page. The edge is cut at the page's "
-            f"start, and the words before the difference are copied into a page of its own: "
+            "start, and the words before the difference are copied into a page of its own: "
             f"{lease.cached_len} of {lease.prompt_len} tokens come from the cache, whatever the "
-            f"page size.",
+            "page size.",
         )
-        lease.release()
-        self.picture()
+    tree.picture()
 
-    def _reference_counts(self) -> None:
-        leases = [self.take(TREES), self.take(PAGES)]
-        step(
-            4,
-            "Reference counts",
-            "Two requests run. What both stand on counts two; nothing with a count can go.",
-        )
-        self.picture()
-        for lease in leases:
-            lease.release()
+    step(
+        "4. Reference counts",
+        "Two requests run. What both stand on counts two; nothing with a count can go.",
+    )
+    with tree.ask(TREES), tree.ask(PAGES):
+        tree.picture()
 
-    def _demotion(self) -> None:
-        lease = self.take(STRANGER)
-        step(
-            5,
-            "Demotion",
-            "A stranger needs pages. The least recently used leaf goes from the device, its tail "
-            "first, page by page; the part that others share stays. The coldest pages are copied "
-            "to the host before their room is needed.",
-        )
-        lease.release()
-        self.picture()
+    step(
+        "5. Demotion",
+        "A stranger needs pages. The least recently used leaf goes from the device, its tail "
+        "first, page by page; the part that others share stays. The coldest pages are copied to "
+        "the host before their room is needed.",
+    )
+    tree.ask(STRANGER).release()
+    tree.picture()
 
-    def _promotion(self) -> None:
-        longer = f"{TREES} in two words"
-        found = self.cache.match(NAMESPACE, self.tokens(longer))
-        lease = self.take(longer)
-        step(
-            6,
-            "Promotion",
-            f"{longer!r} again: {found.device} tokens lie on the device and {found.host} on the "
-            "host. These are copied back, where computing them would take longer.",
-        )
-        lease.release()
-        self.picture()
+    found = tree.cache.match(NAMESPACE, tree.ids(LONGER))
+    step(
+        "6. Promotion",
+        f"{LONGER!r} again: {found.device} tokens lie on the device and {found.host} on the "
+        "host. These are copied back, where computing them would take longer.",
+    )
+    tree.ask(LONGER).release()
+    tree.picture()
 
-    def _eviction(self) -> None:
-        for stranger in STRANGERS:
-            self.take(stranger).release()
-        step(
-            7,
-            "Eviction",
-            "More strangers fill both tiers. What leaves the last one is gone; a ghost without "
-            "pages stays for a while, to tell what more memory would have kept.",
-        )
-        self.picture()
+    step(
+        "7. Eviction",
+        "More strangers fill both tiers. What leaves the last one is gone; a ghost without pages "
+        "stays for a while, to tell what more memory would have kept.",
+    )
+    for stranger in STRANGERS:
+        tree.ask(stranger).release()
+    tree.picture()
 
 
-def step(number: int, title: str, text: str) -> None:
-    print(f"{number}. {title}")
+def step(title: str, text: str) -> None:
+    print(title)
     print(textwrap.indent(textwrap.fill(text, 76), "   ") + "\n")
 
 
@@ -209,16 +171,9 @@ def on_the_model(name: str | None, num_tokens: int) -> None:
     ]
 
     def ask(title: str, engine: Engine, *prompts: Tokens) -> list[int]:
-        outcomes = complete(engine, prompts, greedy(8), NAMESPACE)
+        outcomes = complete(engine, prompts, greedy(8))
         for outcome in outcomes:
-            found = outcome.usage.sources
-            counts = (
-                outcome.usage.prompt_tokens,
-                found.device,
-                found.host,
-                found.disk,
-                found.computed,
-            )
+            counts = (outcome.usage.prompt_tokens, *astuple(outcome.usage.sources))
             first = f"{1000 * outcome.first_token:,.1f} ms"
             rows.append((title, *(f"{n:,}" for n in counts), first))
         settle(engine)

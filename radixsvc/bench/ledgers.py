@@ -11,15 +11,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from tiers.base import Chain, StoredPage, Tier
-from tiers.mover import Edge, Ticket
+from tiers.mover import Ticket
 from tiers.page import InvariantError, PageIds, PageState
 
 
 class LedgerTier(Tier):
-    """`num_pages` pages of nothing, which count as `page_bytes` each."""
+    """Pages of nothing."""
 
-    def __init__(self, name: str, num_pages: int, page_bytes: int = 0) -> None:
-        super().__init__(name, num_pages, page_bytes)
+    def __init__(self, name: str, num_pages: int) -> None:
+        super().__init__(name, num_pages, page_bytes=0)
 
     def copy_page(self, source: int, target: int) -> None:
         """A device's copy of one page onto another."""
@@ -33,9 +33,9 @@ class LedgerTier(Tier):
 
 
 class InstantMover:
-    """Stands in for `tiers.mover.Mover`. `seconds_per_page` is what its estimates say."""
+    """Stands in for `tiers.mover.Mover`. Its estimates are `seconds_per_page` by the source."""
 
-    def __init__(self, seconds_per_page: Mapping[Edge, float]) -> None:
+    def __init__(self, seconds_per_page: Mapping[str, float]) -> None:
         self._seconds_per_page = seconds_per_page
         self._under_way: list[Ticket] = []
 
@@ -69,4 +69,4 @@ class InstantMover:
         return True
 
     def seconds(self, source: Tier, target: Tier, num_pages: int) -> float:
-        return num_pages * self._seconds_per_page.get((source.name, target.name), 0.0)
+        return num_pages * self._seconds_per_page.get(source.name, 0.0)

@@ -4,7 +4,6 @@ A policy is asked to serve a history's requests in order and says where each pro
 from. At least the last token of a prompt is always computed. A request's pages must all be on
 the device while it runs; one too long for that is computed, and leaves no trace in the cache.
 
-    none      computes everything
     linear    one contiguous buffer a conversation, the least recently used conversation goes
     paged     whole pages found by a hash of all tokens before, as in vLLM: LRU, tails first
     radix     this product's tree and lease on one tier
@@ -15,71 +14,72 @@ the device while it runs; one too long for that is computed, and leaves no trace
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
 from radixsvc.bench.history import Prompt, common_len
 from radixsvc.bench.ledgers import InstantMover, LedgerTier
-from radixsvc.cache import Lower, PrefixCache
-from radixsvc.request import Sources
+from radixsvc.cache import Lease, Lower, PrefixCache
+from radixsvc.node import PAGES
+from radixsvc.request import Sources, Tokens
 from radixsvc.residency import TierPolicy
 from tiers.mover import Mover
 
 NEVER = np.iinfo(np.int64).max
+NAMESPACE = "prompts"
 
 
-class Policy(Protocol):
-    def serve(self, prompt: Prompt) -> Sources: ...
-
-
-class NoCache:
-    def serve(self, prompt: Prompt) -> Sources:
-        return Sources(0, 0, 0, prompt.prompt_len)
-
-
-class Linear:
-    """`num_tokens` tokens of buffers. A buffer holds its conversation's last prompt and reply;
-    the next turn reuses what it begins with.
-    """
+class Policy(ABC):
+    """Caches prompts in `num_tokens` tokens of memory."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
+
+    def serve(self, prompt: Prompt) -> Sources:
+        """Where this request's tokens come from; it is cached from then on."""
+        fits = prompt.total_len <= self.num_tokens
+        return self.run(prompt) if fits else on_device(prompt, 0)
+
+    @abstractmethod
+    def run(self, prompt: Prompt) -> Sources: ...
+
+
+class Linear(Policy):
+    """A buffer holds its conversation's last prompt and reply; the next turn reuses what it
+    begins with.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
         self._buffers: OrderedDict[int, Prompt] = OrderedDict()
         self._used = 0
 
-    def serve(self, prompt: Prompt) -> Sources:
-        if prompt.total_len > self.num_tokens:
-            return Sources(0, 0, 0, prompt.prompt_len)
+    def run(self, prompt: Prompt) -> Sources:
         before = self._buffers.pop(prompt.session, None)
-        hit = 0
-        if before is not None:
-            self._used -= before.total_len
-            hit = common_len(before, prompt)
-        while self._used + prompt.total_len > self.num_tokens:
-            self._used -= self._buffers.popitem(last=False)[1].total_len
         self._buffers[prompt.session] = prompt
-        self._used += prompt.total_len
-        return on_device(prompt, hit)
+        self._used += prompt.total_len - (before.total_len if before else 0)
+        while self._used > self.num_tokens:
+            self._used -= self._buffers.popitem(last=False)[1].total_len
+        return on_device(prompt, common_len(before, prompt) if before else 0)
 
 
-class Paged:
+class Paged(Policy):
     """`num_pages` pages of `page_size` tokens. A prompt's leading whole pages hit.
 
     Pages are freed tail first, so that of one request's pages the last are evicted first.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages * page_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self._lru: OrderedDict[int, None] = OrderedDict()
 
-    def serve(self, prompt: Prompt) -> Sources:
-        num_pages = -(-prompt.total_len // self.page_size)
-        if num_pages > self.num_pages:
-            return Sources(0, 0, 0, prompt.prompt_len)
+    def run(self, prompt: Prompt) -> Sources:
         pages = prompt.pages(self.page_size).tolist()
         lru = self._lru
         most = (prompt.prompt_len - 1) // self.page_size
@@ -87,67 +87,60 @@ class Paged:
         for page in reversed(pages):
             lru[page] = None
             lru.move_to_end(page)
-        partly_filled = num_pages - len(pages)  # never found again, but in use until now
+        # a partly filled page is never found again, but in use until now
+        partly_filled = prompt.total_len % self.page_size > 0
         while len(lru) + partly_filled > self.num_pages:
             lru.popitem(last=False)
         return on_device(prompt, hits * self.page_size)
 
 
-class Radix:
-    """This product's cache over `num_pages` pages of `page_size` tokens, `lower` below them."""
+class Radix(Policy):
+    """This product's cache over so many `pages` of `page_size` tokens on device, host and disk.
 
-    def __init__(self, num_pages: int, page_size: int, lower: Lower | None = None) -> None:
-        self.cache = PrefixCache(LedgerTier("device", num_pages), page_size, lower=lower)
+    `seconds` a token: of loading it from host, from disk, and of computing it, by which the
+    service decides what to promote.
+    """
 
-    def serve(self, prompt: Prompt) -> Sources:
+    def __init__(
+        self,
+        pages: tuple[int, int, int],
+        page_size: int,
+        seconds: tuple[float, float, float] = (0.0, 0.0, 1.0),
+        policy: TierPolicy | None = None,
+    ) -> None:
+        super().__init__(pages[0] * page_size)
+        device, host, disk = map(LedgerTier, PAGES, pages)
+        from_host, from_disk, computed = seconds
+        mover = InstantMover({"host": from_host * page_size, "disk": from_disk * page_size})
+        lower = Lower(
+            cast(Mover, mover),
+            host if pages[1] else None,
+            disk if pages[2] else None,
+            fingerprint=bytes(32),
+            policy=policy or TierPolicy(),
+        )
+        self.cache = PrefixCache(device, page_size, lower=lower if any(pages[1:]) else None)
+        self.cache.residency.seconds_per_token = computed
+
+    def take(self, tokens: Tokens, prompt_len: int) -> Lease:
+        """A lease of a prompt and its output, all of it loaded or computed, and committed."""
         cache = self.cache
-        if cache.num_pages_for(prompt.total_len) > cache.device.num_pages:
-            return Sources(0, 0, 0, prompt.prompt_len)
         cache.poll()
-        tokens = prompt.tokens()
-        lease = cache.acquire("", tokens[: prompt.prompt_len])
+        lease = cache.acquire(NAMESPACE, tokens[:prompt_len])
         while not lease.poll():
             cache.poll()
-        lease.extend(prompt.total_len)
-        lease.append(tokens[prompt.prompt_len :])
-        lease.commit(prompt.total_len)
-        lease.release()
-        return Sources(*lease.sources, prompt.prompt_len - lease.cached_len)
+        lease.extend(len(tokens))
+        lease.append(tokens[prompt_len:])
+        lease.commit(len(tokens))
+        return lease
+
+    def run(self, prompt: Prompt) -> Sources:
+        with self.take(prompt.tokens(), prompt.prompt_len) as lease:
+            return Sources(*lease.sources, prompt.prompt_len - lease.cached_len)
 
 
-def tiered(
-    num_pages: tuple[int, int, int],
-    page_size: int,
-    seconds_per_token: tuple[float, float, float],
-    policy: TierPolicy,
-) -> Radix:
-    """The radix cache with pages on device, host and disk.
-
-    `seconds_per_token` are those of loading from host, from disk, and of computing: what the
-    service measures, and decides promotion by.
-    """
-    device, host, disk = num_pages
-    from_host, from_disk, computed = seconds_per_token
-    mover = InstantMover(
-        {
-            ("host", "device"): from_host * page_size,
-            ("disk", "device"): from_disk * page_size,
-        }
-    )
-    lower = Lower(
-        cast(Mover, mover),
-        LedgerTier("host", host) if host else None,
-        LedgerTier("disk", disk) if disk else None,
-        fingerprint=bytes(32),
-        policy=policy,
-    )
-    radix = Radix(device, page_size, lower)
-    radix.cache.residency.seconds_per_token = computed
-    return radix
-
-
-class Optimum:
-    """`num_tokens` tokens of memory and knowledge of the future, token by token.
+class Optimum(Policy):
+    """Knows the future, token by token.
 
     Belady's MIN (1966): evict what is used again last, and what never is before all else. A
     prefix is used whenever what follows it is, so among equals the deepest goes and what stays
@@ -155,7 +148,7 @@ class Optimum:
     """
 
     def __init__(self, num_tokens: int, history: Sequence[Prompt]) -> None:
-        self.num_tokens = num_tokens
+        super().__init__(num_tokens)
         num_blocks = 1 + max((int(p.blocks.max()) for p in history), default=0)
         servable = [p for p in history if p.total_len <= num_tokens]
         self._next_uses = iter(next_uses(servable, num_blocks))
@@ -165,9 +158,7 @@ class Optimum:
         self._heap: list[tuple[int, int, int, int]] = []  # -next use, -depth, block, last user
         self._served = 0
 
-    def serve(self, prompt: Prompt) -> Sources:
-        if prompt.total_len > self.num_tokens:
-            return Sources(0, 0, 0, prompt.prompt_len)
+    def run(self, prompt: Prompt) -> Sources:
         self._served += 1
         next_use = next(self._next_uses)
         blocks = prompt.blocks

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from radixsvc.bench.history import Prompt, trace_history, workload_history
-from radixsvc.bench.policies import Linear, NoCache, Optimum, Paged, Policy, Radix, tiered
+from radixsvc.bench.policies import Linear, Optimum, Paged, Policy, Radix
 from radixsvc.bench.report import format_rows
 from radixsvc.bench.workloads import WORKLOADS, add_workload_arguments, build_workload
 from radixsvc.config import UNITS, Size
@@ -88,11 +87,11 @@ class Setting:
 
 
 POLICIES: dict[str, Callable[[Setting, Sequence[Prompt]], Policy]] = {
-    "none": lambda at, history: NoCache(),
+    "none": lambda at, history: Linear(0),
     "linear": lambda at, history: Linear(at.device_tokens),
     "paged": lambda at, history: Paged(at.pages[0], at.page_size),
-    "radix": lambda at, history: Radix(at.pages[0], at.page_size),
-    "radix + tiers": lambda at, history: tiered(at.pages, at.page_size, at.seconds, at.tiers),
+    "radix": lambda at, history: Radix((at.pages[0], 0, 0), at.page_size),
+    "radix + tiers": lambda at, history: Radix(at.pages, at.page_size, at.seconds, at.tiers),
     "optimum": lambda at, history: Optimum(at.device_tokens, history),
     "optimum of all": lambda at, history: Optimum(at.all_tokens, history),
     "no limit": lambda at, history: Optimum(sum(p.total_len for p in history), history),
@@ -128,17 +127,16 @@ def replay(case: str, name: str, history: Sequence[Prompt], setting: Setting) ->
     later = np.array([prompt.turn > 0 for prompt in history], np.bool_)
     ttft = found @ np.array([0.0, *setting.seconds])
     p50, p95 = np.percentile(ttft, (50, 95)).tolist()
-    total = int(found.sum())
-    device, host, disk, computed = (int(n) for n in found.sum(axis=0))
+    device, host, disk, computed = (found.sum(axis=0) / found.sum()).tolist()
     return Result(
-        case=case,
-        policy=name,
-        hit=1 - computed / total,
-        device=device / total,
-        host=host / total,
-        disk=disk / total,
+        case,
+        name,
+        1 - computed,
+        device,
+        host,
+        disk,
         later_hit=float(found[later, :3].sum() / max(1, found[later].sum())),
-        saved_tokens=total - computed,
+        saved_tokens=int(found[:, :3].sum()),
         too_long=sum(prompt.total_len > setting.device_tokens for prompt in history),
         ttft_mean=float(ttft.mean()),
         ttft_p50=p50,
@@ -148,11 +146,11 @@ def replay(case: str, name: str, history: Sequence[Prompt], setting: Setting) ->
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     names = args.policies.split(",")
-    unknown = [name for name in names if name not in POLICIES]
-    if unknown:
+    if unknown := [name for name in names if name not in POLICIES]:
         raise SetupError(f"--policies: {unknown[0]!r} is none of {', '.join(POLICIES)}", 2)
+    several = len(args.device) > 1
     rows = []
     for label, history in histories(args):
         if not history:
@@ -160,23 +158,21 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"{label}: {describe_history(history)}")
         for device in args.device:
-            case = f"{label}, {describe(device)}" if len(args.device) > 1 else label
+            case = f"{label}, {describe(device)}" if several else label
             setting = make_setting(args, device)
             rows.append([replay(case, name, history, setting) for name in names])
     if args.json:
-        json.dump([asdict(result) for row in rows for result in row], sys.stdout, indent=1)
-        print()
-        return 0
-    device = f"device {describe(args.device[0])}, " if len(args.device) == 1 else ""
+        print(json.dumps([asdict(result) for row in rows for result in row], indent=1))
+        return
+    device = "" if several else f"device {describe(args.device[0])}, "
     print(f"{device}host {describe(args.host)}, disk {describe(args.disk)}, "
           f"{describe(args.bytes_per_token)} a token, pages of {args.page_size}\n")  # fmt: skip
     if len(rows) == 1:
         print(result_table(rows[0]))
-        return 0
+        return
     print(f"Prompt tokens found:\n\n{table(rows, lambda r: percent(r.hit))}")
     if args.every_workload:
-        print(f"\nEstimated mean TTFT of later turns:\n\n{table(rows, lambda r: later_ttft(r))}")
-    return 0
+        print(f"\nEstimated mean TTFT of later turns:\n\n{table(rows, later_ttft)}")
 
 
 def histories(args: argparse.Namespace) -> Iterator[tuple[str, list[Prompt]]]:

@@ -197,7 +197,7 @@ def metadata(page_size: int) -> Metric:
 
 def replay(path: Path, num_pages: int, page_size: int = 16) -> list[Metric]:
     """Leases for every request of a trace, as fast as they go."""
-    radix = Radix(num_pages, page_size)
+    radix = Radix((num_pages, 0, 0), page_size)
     history = trace_history(path)
     started = time.perf_counter()
     computed = sum(radix.serve(prompt).computed for prompt in history)

@@ -77,8 +77,8 @@ def describe(path: Path, dtype: str | None = None, device: torch.device | str = 
 
 
 def resolve_dtype(dtype: str | None, device: torch.device) -> str:
-    """bfloat16 on a GPU and where the processor multiplies it fast, float32 elsewhere."""
-    if dtype is None:
+    """bfloat16 by itself on a GPU and where the processor multiplies it fast, float32 elsewhere."""
+    if dtype in (None, "auto"):
         return "bfloat16" if device.type == "cuda" or has_fast_bfloat16() else "float32"
     if dtype not in ITEMSIZE:
         raise SetupError(f"dtype must be one of {', '.join(ITEMSIZE)}, not {dtype!r}.")

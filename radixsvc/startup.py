@@ -16,7 +16,7 @@ from radixsvc.architecture import ModelInfo, describe
 from radixsvc.attention import set_num_threads
 from radixsvc.cache import Lower, PrefixCache
 from radixsvc.checkpoint import available_memory, disk_space
-from radixsvc.config import Config, Size
+from radixsvc.config import Config
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.errors import SetupError
 from radixsvc.fetch import fetch
@@ -62,29 +62,32 @@ def build_backend(config: Config) -> Backend:
         disable_progress_bar()  # type: ignore[no-untyped-call]
     path = fetch(config.model.name or None)
     device = pick_device(config.model.device)
-    model = load_model(path, _dtype(config), device)
+    model = load_model(path, config.model.dtype, device)
     if device.type == "cpu":
         set_num_threads(measure_num_threads(model.info.dtype))
+    log.info("%s on %s in %s", model.info.name, device, model.info.dtype)
     shape = model.page_shape(config.tiers.device.page_size)
     tier = DeviceTier(shape, num_device_pages(config, shape, device), device)
     lower = build_lower(config, tier, bytes.fromhex(model.info.fingerprint))
-    log.info("%s on %s in %s", model.info.name, device, model.info.dtype)
-    held = (tier, lower.host, lower.disk) if lower is not None else (tier,)
-    quotas: dict[str, list[int | None]] = {account: [] for account in config.quotas}
-    for name, part in zip(PAGES, held, strict=False):
-        if part is not None:
-            log.info("%s", describe_tier(name, config, shape, part.num_pages))
-        for account, quota in config.quotas.items():
-            share: Size = getattr(quota, name)
-            limit = 0 if part is None else share.resolve(part.num_pages * shape.nbytes)
-            quotas[account].append(limit // shape.nbytes)
+    tiers = (tier, lower.host, lower.disk) if lower is not None else (tier,)
+    pages = {name: held.num_pages if held else 0 for name, held in zip(PAGES, tiers, strict=False)}
+    for name in filter(pages.get, pages):
+        log.info("%s", describe_tier(name, config, shape, pages[name]))
+    quotas = {
+        account: [
+            getattr(quota, name).resolve(n * shape.nbytes) // shape.nbytes
+            for name, n in pages.items()
+        ]
+        for account, quota in config.quotas.items()
+    }
     cache = PrefixCache(
         tier, shape.page_size, lower=lower, quotas=quotas, enabled=config.cache.enabled
     )
-    scheduler = SchedulerConfig(**msgspec.structs.asdict(config.scheduler))
-    overlap = {"auto": None, "on": True, "off": False}[config.engine.overlap]
     options = EngineConfig(
-        scheduler, overlap, config.engine.cuda_graphs, stream_deadline=config.server.write_seconds
+        SchedulerConfig(**msgspec.structs.asdict(config.scheduler)),
+        {"auto": None, "on": True, "off": False}[config.engine.overlap],
+        config.engine.cuda_graphs,
+        stream_deadline=config.server.write_seconds,
     )
     engine = Engine(model, tier, cache, options)
     if config.model.max_context:
@@ -138,19 +141,10 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def _dtype(config: Config) -> str | None:
-    return None if config.model.dtype == "auto" else config.model.dtype
-
-
-def device_memory(device: torch.device) -> int:
-    """Bytes that pages on this device could take."""
-    on_gpu = device.type == "cuda"
-    return int(torch.cuda.mem_get_info(device)[0]) if on_gpu else available_memory()
-
-
 def num_device_pages(config: Config, shape: PageShape, device: torch.device) -> int:
     """Pages that fit `tiers.device.size`. SetupError where it is too little, or too much."""
-    available = device_memory(device)
+    on_gpu = device.type == "cuda"
+    available = int(torch.cuda.mem_get_info(device)[0]) if on_gpu else available_memory()
     size = config.tiers.device.size
     wanted = size.resolve(available)
     if wanted > available:
@@ -178,12 +172,13 @@ def describe_tier(name: str, config: Config, shape: PageShape, num_pages: int) -
 def capacity(config: Config) -> str:
     """What the tiers will hold, about, for a model that is not loaded; a line each."""
     device = pick_device(config.model.device)
-    info = describe(fetch(config.model.name or None), _dtype(config), device)
-    shape = info.page_shape(config.tiers.device.page_size)
+    info = describe(fetch(config.model.name or None), config.model.dtype, device)
+    tiers, shape = config.tiers, info.page_shape(config.tiers.device.page_size)
+    pages = (
+        num_device_pages(config, shape, device),
+        pages_within(tiers.host.size.resolve(available_memory()), shape.nbytes),
+        tiers.disk.size.resolve(disk_space(tiers.disk.path)) // shape.nbytes,
+    )
     lines = [f"{info.name}, {info.dtype} on {device}: {shape.nbytes:,} bytes a page"]
-    available = (device_memory(device), available_memory(), disk_space(config.tiers.disk.path))
-    for name, num_bytes in zip(PAGES, available, strict=True):
-        size: Size = getattr(config.tiers, name).size
-        num_pages = size.resolve(num_bytes) // (shape.nbytes + PAGE_METADATA)
-        lines.append(describe_tier(name, config, shape, num_pages))
+    lines += [describe_tier(name, config, shape, n) for name, n in zip(PAGES, pages, strict=True)]
     return "\n".join(lines)

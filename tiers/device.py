@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
-
 import torch
 
-from tiers.base import LEDGER_BYTES, Footprint, MemoryTier
+from tiers.base import LEDGER_BYTES, Footprint, MemoryTier, huge_memory
 from tiers.page import PageShape
 
 
@@ -32,14 +29,9 @@ class DeviceTier(MemoryTier):
 
 
 def _allocate(num_pages: int, shape: PageShape, device: torch.device) -> torch.Tensor:
-    """[num_pages, shape.elems]; in host memory on huge pages, which attention reads faster."""
+    """[num_pages, shape.elems]."""
     dtype = getattr(torch, shape.dtype)
     if device.type != "cpu" or num_pages == 0:
         return torch.empty(num_pages, shape.elems, dtype=dtype, device=device)
-    # Private: shared memory, mmap's default, has no huge pages where the system's shmem_enabled is
-    # "never", and attention read it at two thirds the speed.
-    memory = mmap.mmap(-1, num_pages * shape.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(num_pages, shape.elems)
+    memory = torch.from_numpy(huge_memory(num_pages * shape.nbytes))
+    return memory.view(dtype).view(num_pages, shape.elems)

@@ -35,6 +35,7 @@ from tiers.base import (
     StoredPage,
     Tier,
     TierError,
+    huge_memory,
 )
 from tiers.page import PageIds
 from tiers.record import (
@@ -118,7 +119,7 @@ class DiskTier(Tier):
 
     def staging(self, n: int) -> Bytes2D:
         """Memory for `n` slots, aligned for direct I/O and page-locked for the GPU's copies."""
-        memory = np.frombuffer(mmap.mmap(-1, n * self.slot_bytes), np.uint8)
+        memory = huge_memory(n * self.slot_bytes)
         if self._pinning is not None and not self._pinning.pin(memory.ctypes.data, memory.nbytes):
             self.staging_is_pinned = False
             log.warning("disk tier: page-locking its staging memory was refused; copies are slower")

@@ -9,7 +9,6 @@ to copy, not wrong, and said in the log.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import math
@@ -22,7 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tiers.base import LEDGER_BYTES, Footprint, MemoryTier, PageView, Pinning, TierError
+from tiers.base import (
+    LEDGER_BYTES,
+    Footprint,
+    MemoryTier,
+    PageView,
+    Pinning,
+    TierError,
+    huge_memory,
+)
 from tiers.page import PageIds
 
 log = logging.getLogger(__name__)
@@ -58,14 +65,12 @@ class HostTier(MemoryTier):
         self._granule = mmap.PAGESIZE // math.gcd(page_bytes, mmap.PAGESIZE)
         self._arena_bytes = max(mmap.PAGESIZE, num_pages * page_bytes)
         try:
-            self._map = mmap.mmap(-1, self._arena_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._arena = huge_memory(self._arena_bytes)
         except OSError as error:
             raise TierError(
                 f"host tier: {self._arena_bytes >> 20} MiB can't be mapped ({error}); make it less"
             ) from error
-        with contextlib.suppress(OSError, AttributeError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.base = np.frombuffer(self._map, np.uint8).ctypes.data
+        self.base = self._arena.ctypes.data
         self._piece_of_page = np.full(num_pages, -1, np.int64)
         self._pinned_pieces: list[_Piece] = []
         self._fresh: deque[_Piece] = deque()
@@ -105,7 +110,7 @@ class HostTier(MemoryTier):
         if self._pinning is not None:
             for piece in self._pinned_pieces:
                 self._pinning.unpin(self.base + piece.start * self.page_bytes)
-        self._map.close()
+        del self._arena
 
     def _prepare(self, max_pieces: int | None = None) -> None:
         """Make pieces ready from where the last call ended."""

@@ -1,7 +1,7 @@
-"""The disk tier against a plain O_DIRECT program.
+"""The disk tier against a plain program that reads and writes in sequence with O_DIRECT.
 
-Transfers are timed from submit to poll, digests, checksums and headers included, and against
-whatever of the plain program's two runs, before and after, was the quicker one.
+Both move the same bytes in files of the same folder whose space is taken, in turns. Transfers are
+timed from submit to poll: digests, checksums, headers and the pages' ledgers included.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import torch
 
+from radixsvc.bench.attention import Run, ratio, seconds
 from radixsvc.bench.report import Metric
 from tiers.base import Chain, Tier
 from tiers.device import DeviceTier
@@ -39,68 +38,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Metric]:
-    folder = Path(mkdtemp(prefix="radixsvc-bench-", dir=args.folder))
-    try:
-        metrics = []
-        for kib in args.page_kib:
-            shape = PageShape.uniform(1, 1, kib << 7, 1, "float32")  # 8 bytes a dimension
-            num_pages = max(2, (args.mib << 20) // shape.nbytes)
-            metrics += disk_transfers(shape, num_pages, args.rounds, folder)
-        return metrics
-    finally:
-        shutil.rmtree(folder)
+    metrics = []
+    for kib in args.page_kib:
+        shape = PageShape.uniform(1, 1, kib << 7, 1, "float32")  # 8 bytes a dimension
+        num_pages = max(2, (args.mib << 20) // shape.nbytes)
+        with TemporaryDirectory(prefix="radixsvc-bench-", dir=args.folder) as folder:
+            metrics += disk_transfers(shape, num_pages, args.rounds, Path(folder))
+    return metrics
 
 
 def disk_transfers(shape: PageShape, num_pages: int, rounds: int, folder: Path) -> list[Metric]:
     """Writes and reads of all pages, and what finding them again takes."""
-    with opened(shape, num_pages, folder) as (device, disk, mover):
-        plain = [plain_rates(folder / "plain", num_pages * shape.nbytes)]
-        writes, reads = [], []
-        for _ in range(rounds):
-            pages = device.allocate(num_pages)
-            device.publish(pages)
-            stored = disk.allocate(num_pages, PageState.LOADING)
-            writes.append(timed(partial(carry, mover, device, pages, disk, stored)))
-            device.free(pages)
-            pages = device.allocate(num_pages, PageState.LOADING)
-            reads.append(timed(partial(carry, mover, disk, stored, device, pages)))
-            device.free(pages)
-            disk.free(stored)
-        plain.append(plain_rates(folder / "plain", num_pages * shape.nbytes))
-        disk_bytes, memory_bytes = disk.footprint().disk, disk.footprint().host
+    total, kib = num_pages * shape.nbytes, shape.nbytes >> 10
+    device = DeviceTier(shape, num_pages, torch.device("cpu"))
+    device.pool.zero_()
+    disk = open_disk(shape, num_pages, folder / "tier")
+    mover = open_mover(device, None, disk, max_queued_bytes=1 << 40, disk_deadline_s=DEADLINE_S)
+    stored = disk.allocate(0)
+
+    def write() -> None:
+        nonlocal stored
+        disk.free(stored)
+        stored = disk.allocate(num_pages, PageState.LOADING)
+        pages = device.allocate(num_pages)
+        device.publish(pages)
+        carry(mover, device, pages, disk, stored)
+        device.free(pages)
+
+    def read() -> None:
+        pages = device.allocate(num_pages, PageState.LOADING)
+        carry(mover, disk, stored, device, pages)
+        device.free(pages)
+
+    with plain_program(folder / "plain", total) as (plain_write, plain_read):
+        times = seconds(plain_write, write, plain_read, read, rounds=rounds)
+    mover.close()
+    disk.close()
     start = time.perf_counter()
-    disk = open_disk(shape, num_pages, folder)
+    disk = open_disk(shape, num_pages, folder / "tier")
     scan = time.perf_counter() - start
     found = len(disk.take_recovered())
     disk.close()
-    total, kib = num_pages * shape.nbytes, shape.nbytes >> 10
-    metrics = [Metric(f"{kib} KiB pages found after a restart", found, f"of {num_pages}")]
-    for name, seconds, rate in (
-        ("written", writes, max(run[0] for run in plain)),
-        ("read", reads, max(run[1] for run in plain)),
-    ):
-        own = total / statistics.median(seconds)
-        metrics.append(Metric(f"plain program, {name}", rate / 1e9, "GB/s", None, True))
-        metrics.append(Metric(f"{kib} KiB pages {name} / plain", own / rate, "x", 0.8, True))
-    return [
-        *metrics,
+    used = sum(path.stat().st_size for path in (folder / "tier").iterdir())
+    metrics = [
+        Metric(f"{kib} KiB pages found after a restart", found, f"of {num_pages}"),
         Metric(f"{kib} KiB pages: start", scan * 1e6 / num_pages, "us/page"),
-        Metric(f"{kib} KiB pages: disk used / page bytes", disk_bytes / total, "x"),
-        Metric(f"{kib} KiB pages: host memory", memory_bytes / 2**20, "MiB"),
+        Metric(f"{kib} KiB pages: disk used / page bytes", used / total, "x"),
     ]
-
-
-@contextmanager
-def opened(
-    shape: PageShape, num_pages: int, folder: Path
-) -> Iterator[tuple[DeviceTier, DiskTier, Mover]]:
-    device = DeviceTier(shape, num_pages, torch.device("cpu"))
-    device.pool.zero_()
-    disk = open_disk(shape, num_pages, folder)
-    mover = open_mover(device, None, disk, max_queued_bytes=1 << 40, disk_deadline_s=DEADLINE_S)
-    yield device, disk, mover
-    mover.close()
-    disk.close()
+    for name, plain, own in zip(("written", "read"), times[::2], times[1::2], strict=True):
+        rate = total / statistics.median(plain) / 1e9
+        metrics += [
+            Metric(f"plain program, {name}", rate, "GB/s", None, True),
+            Metric(f"{kib} KiB pages {name} / plain", ratio(plain, own), "x", 0.8, True),
+        ]
+    return metrics
 
 
 def open_disk(shape: PageShape, num_pages: int, folder: Path) -> DiskTier:
@@ -116,24 +107,19 @@ def carry(mover: Mover, source: Tier, pages: PageIds, target: Tier, there: PageI
         raise RuntimeError(f"{(~ticket.ok).sum()} of {len(pages)} pages did not arrive")
 
 
-def plain_rates(path: Path, nbytes: int) -> tuple[float, float]:
-    """Bytes a second, written and read, of the simplest program with direct I/O."""
+@contextmanager
+def plain_program(path: Path, nbytes: int) -> Iterator[tuple[Run, Run]]:
+    """Writes, and reads, that many bytes in the simplest way with direct I/O."""
     data = mmap.mmap(-1, PLAIN_BYTES)
+    parts = [  # the last one may be shorter
+        (memoryview(data)[: nbytes - at], at) for at in range(0, nbytes, PLAIN_BYTES)
+    ]
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
         os.posix_fallocate(file, 0, nbytes)
-        offsets = range(0, nbytes - PLAIN_BYTES + 1, PLAIN_BYTES)
-        total = len(offsets) * PLAIN_BYTES
-        for _ in range(2):  # the first round writes to blocks never written
-            written = timed(lambda: [os.pwrite(file, data, at) for at in offsets])
-        read = timed(lambda: [os.preadv(file, [data], at) for at in offsets])
-        return total / written, total / read
+        yield (
+            lambda: [os.pwrite(file, part, at) for part, at in parts],
+            lambda: [os.preadv(file, [part], at) for part, at in parts],
+        )
     finally:
         os.close(file)
-        path.unlink()
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

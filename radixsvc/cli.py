@@ -19,9 +19,9 @@ import aiohttp
 import msgspec
 
 from radixsvc import __version__
-from radixsvc import config as configuration
 from radixsvc.chat import chat
 from radixsvc.client import DEFAULT_URL, ApiError, Client
+from radixsvc.config import Loaded, entries, flatten, load
 from radixsvc.errors import SetupError
 
 BENCHES = ("attention", "copy", "cuda", "engine", "http", "serve", "tiered", "tiers", "tree")
@@ -36,10 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(error, error.exit_code)
     except ApiError as error:
         return _failed(error, 69 if error.status == 503 else 1)
-    except aiohttp.InvalidURL as error:
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         return _failed(f"{error} is not an address: write it as {DEFAULT_URL}", 2)
-    except aiohttp.ClientConnectionError as error:
-        return _failed(f"no service answers ({error}); start one with: radixsvc serve", 69)
+    except aiohttp.ClientConnectorError as error:
+        where = f"{error.host}:{error.port}"
+        return _failed(f"no service answers at {where}; start one with: radixsvc serve", 69)
+    except (aiohttp.ClientError, msgspec.DecodeError) as error:
+        name = type(error).__name__
+        return _failed(f"no answer that can be read ({name}): is it a radixsvc service?", 69)
     except ModuleNotFoundError as error:
         if error.name != "tiers._kernels":
             raise
@@ -58,18 +62,27 @@ def _failed(reason: object, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="radixsvc", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="radixsvc", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     config, model, remote, prompt, sampling, system, as_json = (
         argparse.ArgumentParser(add_help=False) for _ in range(7)
     )
-    config.add_argument("--config", metavar="FILE", default=os.environ.get("RADIXSVC_CONFIG"))
-    config.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets")
+    add = config.add_argument
+    file = os.environ.get("RADIXSVC_CONFIG")
+    add("--config", metavar="FILE", default=file, help="a TOML file; default: $RADIXSVC_CONFIG")
+    text = "any setting, as print-config lists them; may be repeated"
+    add("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help=text)
     for key in ("model.name", "model.dtype", "model.device", "server.host", "server.port"):
         option = key.removesuffix(".name").split(".")[-1]
-        text = f"short for --set {key}="
-        form = f"{key}={{}}".format
-        config.add_argument(f"--{option}", help=text, type=form, action="append", dest="sets")
+        form, text = f"{key}={{}}".format, f"short for --set {key}={option.upper()}"
+        add(
+            f"--{option}",
+            metavar=option.upper(),
+            type=form,
+            action="append",
+            dest="sets",
+            help=text,
+        )
     model.add_argument("model", nargs="?", help="a .gguf file or a hub id")
     remote.add_argument("--url", help=f"default: $RADIXSVC_URL or {DEFAULT_URL}")
     remote.add_argument("--api-key", help="default: $RADIXSVC_API_KEY")
@@ -106,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(args: argparse.Namespace) -> configuration.Loaded:
-    return configuration.load(args.config, os.environ, args.sets)
+def _load(args: argparse.Namespace) -> Loaded:
+    return load(args.config, os.environ, args.sets)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -127,10 +140,10 @@ def _print_config(args: argparse.Namespace) -> None:
     from radixsvc.startup import capacity
 
     config, origins = _load(args)
-    rows = [(k, v, origins.get(k, "default")) for k, v in configuration.entries(config)]
+    rows = [(key, value, origins.get(key, "default")) for key, value in entries(config)]
     if args.json:
         return _print_json({key: {"value": value, "origin": from_} for key, value, from_ in rows})
-    table((key, value if value != "" else "-", origin) for key, value, origin in rows)
+    table((key, msgspec.json.encode(v).decode().strip('"') or "-", from_) for key, v, from_ in rows)
     print("\n" + capacity(config))
 
 
@@ -190,7 +203,7 @@ def _remote(args: argparse.Namespace) -> None:
         print(found["summary"])
         table((name, repr(value)) for name, value in (found["divergence"] or {}).items())
     else:
-        table((".".join(path), value) for path, value in configuration.flatten(found))
+        table((".".join(path), value) for path, value in flatten(found))
 
 
 def _text(argument: str) -> str:
@@ -201,7 +214,7 @@ def _text(argument: str) -> str:
         try:
             return Path(argument[1:]).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise SetupError(f"{argument[1:]}: {error}", 2) from None
+            raise SetupError(f"the prompt can't be read: {error}", 2) from None
     return argument
 
 
@@ -216,7 +229,10 @@ def _bench(args: argparse.Namespace) -> None:
         return
     names = list(itertools.takewhile(BENCHES.__contains__, args.words))
     if not names:
-        raise SetupError(f"bench: name one or several of {', '.join(BENCHES)}", 2)
+        text = f"write radixsvc bench NAME... [OPTIONS], with {', '.join(BENCHES)} as names"
+        if args.words[:1] in (["-h"], ["--help"]):
+            return print(text)
+        raise SetupError(text, 2)
     runs = [_module("bench " + name, args.words[len(names) :]) for name in names]
     metrics = [metric for module, options in runs for metric in module.run(options)]
     print_metrics(metrics, runs[0][1].json)

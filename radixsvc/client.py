@@ -197,7 +197,7 @@ def _error(body: bytes) -> dict[str, Any]:
     try:
         return dict(msgspec.msgpack.decode(body)["error"])
     except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-        return {"message": body[:200].decode(errors="replace")}
+        return {}  # something else than the service answered
 
 
 P = ParamSpec("P")

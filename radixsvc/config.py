@@ -70,7 +70,7 @@ class Server(Section, frozen=True):
 class ModelSection(Section, frozen=True):
     name: str = ""  # a folder, a .gguf file or a hub id; empty: SmolLM2-135M-Instruct
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
+    device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     max_context: Count = 0  # 0: the model's own
     any_name: bool = True  # answer requests for any `model`, as there is but one
     canonical_tools: bool = True  # sorted, so that their order does not split the tree

@@ -15,6 +15,7 @@ from radixsvc.fetch import default_cache_dir
 
 GIB = 2**30
 MODEL_BYTES = 2 * GIB  # what the default model and a small cache take
+MODEL_DISK = 600 << 20  # bytes while it is downloaded and converted
 
 
 def examine() -> Iterator[tuple[str, str, str]]:
@@ -57,5 +58,12 @@ def examine() -> Iterator[tuple[str, str, str]]:
 
     folder = default_cache_dir() / "models"
     names = ", ".join(sorted(path.name for path in folder.glob("*/")))
-    mark, held = ("ok", names) if names else ("--", "none yet; radixsvc fetch gets the default one")
-    yield mark, "models", f"{folder}: {held}; {disk_space(folder) / GIB:.1f} GiB free"
+    room = disk_space(folder)
+    home = next(path for path in (folder, *folder.parents) if path.exists())
+    if names:
+        mark, found = "ok", names
+    elif os.access(home, os.W_OK | os.X_OK) and room > MODEL_DISK:
+        mark, found = "--", "none yet; radixsvc fetch gets the default one"
+    else:
+        mark, found = "!!", "none, and no room for one: set XDG_CACHE_HOME to another folder"
+    yield mark, "models", f"{folder}: {found}; {room / GIB:.1f} GiB free"

@@ -13,7 +13,6 @@ is whole, and two processes that start at once convert once.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -23,15 +22,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from radixsvc.checkpoint import read_checkpoint, require_family, require_memory
+from filelock import FileLock
+
+from radixsvc.checkpoint import disk_space, read_checkpoint, require_family, require_memory
 from radixsvc.errors import SetupError
 
 T = TypeVar("T")
@@ -236,7 +237,7 @@ def _is_whole(folder: Path) -> bool:
 def _once(target: Path, make: Callable[[Path], None]) -> Path:
     """`target`, made by `make(staging)` unless it is whole already."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / f".{target.name}.lock"):
+    with FileLock(target.parent / f".{target.name}.lock"):
         if not _is_whole(target):
             for stale in target.parent.glob(f".{target.name}-*"):  # of processes that were killed
                 shutil.rmtree(stale, ignore_errors=True)
@@ -249,21 +250,8 @@ def _once(target: Path, make: Callable[[Path], None]) -> Path:
     return target
 
 
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("Another process is making %s; waiting for it.", file.name[1:-5])
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
 def _require_space(folder: Path, needed: int, what: str) -> None:
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = disk_space(folder)
     if needed > free:
         raise SetupError(
             f"{what} needs {needed / 2**20:,.0f} MiB of disk and {folder} has {free / 2**20:,.0f} "

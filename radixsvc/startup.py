@@ -132,10 +132,7 @@ def pick_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one that torch can use."""
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SetupError(f"model.device {name!r}: write cpu, cuda or cuda:N") from None
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SetupError("model.device is cuda, but torch finds no GPU: see radixsvc doctor")
     return device

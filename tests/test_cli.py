@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,23 +62,57 @@ def test_chat_tells_what_came_from_the_cache(
 
 def test_nobody_there_is_69(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stats", "--url", "http://127.0.0.1:9"]) == 69
-    assert "radixsvc serve" in capsys.readouterr().err
+    assert "no service answers at 127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_wrong_usage_is_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["nonsense"], ["generate"], ["serve", "--no-such"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-    assert main(["bench", "nonsense"]) == 2
-    assert main(["stats", "--url", "nonsense"]) == 2
-    assert "http://127.0.0.1:8011" in capsys.readouterr().err
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\n\r\n{}"])
+def test_somebody_else_there_is_69(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert main(["stats", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 69
+        thread.join()
+    assert "is it a radixsvc service?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["generate"], ["serve", "--no-such"], ["simulate", "--disk=5"]]
+)
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "nonsense"], "bench NAME"),
+        (["stats", "--url", "nonsense"], "write it as http://127.0.0.1:8011"),
+        (["stats", "--url", "ftp://x"], "write it as http://127.0.0.1:8011"),
+        (["generate", "@/nowhere"], "No such file"),
+        (["simulate", "--policies", "magic"], "magic"),
+    ],
+)
+def test_what_the_parser_lets_through_is_2_in_words(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_every_benchmark_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(bench.__file__).parent
     runnable = [f.stem for f in folder.glob("*.py") if "\ndef run(" in f.read_text()]
     assert sorted([*BENCHES, "demo", "simulate"]) == sorted(runnable)
+    assert main(["bench", "--help"]) == 0
+    assert "tiered" in capsys.readouterr().out
     with pytest.raises(SystemExit) as caught:
         main(["bench", "tree", "--help"])
     assert caught.value.code == 0
@@ -98,6 +133,8 @@ def test_print_config_has_origins_and_capacity(
     settings = json.loads(capsys.readouterr().out)
     assert settings["tiers.device.size"] == {"value": "1MiB", "origin": "--set"}
     assert settings["server.port"] == {"value": 8011, "origin": "default"}
+    assert main(["print-config", *options[:2], "--set", "tiers.device.size=1KiB"]) == 78
+    assert "at least 8 are needed" in capsys.readouterr().err
 
 
 def test_check_config_is_0_or_78(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,12 +145,17 @@ def test_check_config_is_0_or_78(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "did you mean server.port" in capsys.readouterr().err
 
 
-def test_doctor_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_and_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for subject in ("extension", "gpu", "processor", "memory", "pinning", "models"):
         assert subject in out
-    assert main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["extension"]["mark"] == "ok"
+    (tmp_path / "radixsvc").touch()  # where a folder should be
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["extension"]["mark"], found["models"]["mark"]) == ("ok", "!!")
     assert main(["version"]) == 0
     assert capsys.readouterr().out[0].isdigit()

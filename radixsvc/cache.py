@@ -25,10 +25,11 @@ from radixsvc.lease import TokensByTier as TokensByTier
 from radixsvc.match import Match, match_below
 from radixsvc.namespace import account_name
 from radixsvc.namespace import namespace_key as namespace_key
-from radixsvc.node import DEVICE, HOST, PAGES, TOKEN_BYTES, Node, Priority, page_at
+from radixsvc.node import DEVICE, PAGES, TOKEN_BYTES, Node, Priority
 from radixsvc.pins import PinLimit as PinLimit
 from radixsvc.pins import Pins
 from radixsvc.residency import Residency
+from radixsvc.transfers import Levels
 from radixsvc.transfers import Lower as Lower
 from radixsvc.tree import RadixTree
 from tiers.base import Tier
@@ -111,22 +112,19 @@ class PrefixCache:
     def match(self, namespace: str, tokens: Tokens) -> TokensByTier:
         """How many leading tokens of a prompt need no computing. Changes nothing."""
         found = self.tree.match(namespace, _packed(tokens[:-1]))
-        num_pages = found.length // self.page_size
-        levels = self.residency.levels(self.tree.path(found.node), num_pages)
-        counts = np.bincount(levels, minlength=len(PAGES)) * self.page_size
-        level, page = self._partial_page(found)
-        if page >= 0 and len(levels) == num_pages:
-            counts[level] += found.partial
-        return TokensByTier(*counts.tolist())
+        return self._by_tier(self._levels(found), found)
 
-    def _partial_page(self, found: Match) -> tuple[int, int]:
-        """The page that goes on as the prompt does, for a part: its tier and id, -1 for none."""
-        node = found.partial_node
-        for level in (DEVICE, HOST):
-            page = -1 if node is None else page_at(node[level], found.partial_index)
-            if page >= 0 and self.residency.tier(level).states[page] == PageState.READY:
-                return level, page
-        return DEVICE, -1
+    def _levels(self, found: Match) -> Levels:
+        """Where the pages of a match lie, the one that is shared in part included."""
+        num_pages = self.num_pages_for(found.num_tokens)
+        return self.residency.levels(self.tree.path(found.end), num_pages)
+
+    def _by_tier(self, levels: Levels, found: Match) -> TokensByTier:
+        """What pages on those levels hold of the match that they begin."""
+        counts = np.bincount(levels, minlength=len(PAGES)) * self.page_size
+        if len(levels) * self.page_size > found.num_tokens:
+            counts[levels[-1]] -= len(levels) * self.page_size - found.num_tokens
+        return TokensByTier(*counts.tolist())
 
     def pending(self, namespace: str, tokens: Tokens) -> int:
         """Leading tokens that a running lease of the namespace holds and is about to commit.
@@ -193,39 +191,42 @@ class PrefixCache:
         return self.tree.root(namespace, account_name(namespace))
 
     def _hold_cached(self, lease: Lease, load: bool) -> None:
-        """Lock what is cached of a prompt in place of what was locked; `load` begins promotion."""
+        """Lock what is cached of a prompt in place of what was locked; `load` begins promotion.
+
+        The page that it shares in part is copied once nothing more is to arrive.
+        """
         tree, residency = self.tree, self.residency
+        lease.let_go()
         root = self._root(lease.namespace)
         self._relock(lease, root, 0)
         packed = _packed(lease.tokens[: lease.prompt_len - 1])
         found = match_below(root, packed, tree.page_bytes)
-        level, page = self._partial_page(found)  # before locking, which may split that node
-        levels = residency.levels(tree.path(found.node), found.length // self.page_size)
-        levels = levels[: residency.choose(levels) if load else int((levels == DEVICE).sum())]
-        end = found
-        if len(levels) * self.page_size < found.length:
-            page = -1
-            end = match_below(root, packed[: len(levels) * tree.page_bytes], tree.page_bytes)
-        self._relock(lease, end.node, end.used)
-        if page >= 0 and level == HOST and load:
-            move = residency.load_private(page, found.partial)
-            lease.tail = None if move is None else (move, found.partial)
-        begun = residency.promote(tree.path(lease.node), levels)
-        pages = np.frombuffer(tree.device_pages(lease.node), np.int32)
-        if not begun or len(pages) < len(levels):  # or lost while room was made
-            lease.let_go()
+        levels = self._levels(found)
+        num_here = int((levels == DEVICE).sum())
+        levels = levels[: residency.choose(levels, found.num_tokens) if load else num_here]
+        if load:
+            lease.levels = levels
+        num_whole = min(len(levels), found.length // self.page_size)
+        node, used = found.node, found.used
+        if num_whole * self.page_size < found.length:
+            begin = packed[: num_whole * tree.page_bytes]
+            node, used = match_below(root, begin, tree.page_bytes)[:2]
+        self._relock(lease, node, used)
+        end = found.end if len(levels) > num_whole else lease.node
+        residency.promote(tree.path(end), levels)
+        pages = np.frombuffer(tree.device_pages(end), np.int32)[: len(levels)]
+        if len(pages) < num_whole:  # no room, refused, or lost while room was made
             self._hold_cached(lease, load=False)
             return
-        lease.hold(pages)
-        lease.num_locked = lease.num_pages
-        counts = np.bincount(levels, minlength=len(PAGES)) * self.page_size
-        lease.sources = TokensByTier(0, 0, 0)
-        lease.found(TokensByTier(*counts.tolist()))
-        lease.moves = residency.arriving(lease.page_table)
-        if lease.tail is not None:
-            lease.moves.append(lease.tail[0])
-        if page >= 0 and level == DEVICE:
-            self._copy_partial(lease, page, found.partial)
+        lease.hold(pages[:num_whole])
+        lease.num_locked = num_whole
+        lease.awaited = residency.arriving(pages)
+        if len(pages) > num_whole and not len(lease.awaited):
+            self._copy_partial(lease, int(pages[num_whole]))
+        levels = levels[: len(lease.page_table)].copy()
+        levels[: len(lease.levels)] = lease.levels[: len(levels)]
+        lease.sources = self._by_tier(levels, found)
+        lease.num_valid = lease.cached_len
 
     def _relock(self, lease: Lease, node: Node, used: int) -> None:
         if node is not lease.node:
@@ -233,13 +234,12 @@ class PrefixCache:
             self.tree.unlock(before)
 
     def hold_what_came(self, lease: Lease) -> None:
-        """A promotion failed: let the lease go back to what is on the device."""
-        lease.let_go()
+        """What a lease waited for has arrived, or failed."""
         self._hold_cached(lease, load=False)
         self.residency.free_dropped()
 
-    def _copy_partial(self, lease: Lease, source: int, num_tokens: int) -> None:
-        """Copy a page of which `num_tokens` match into a private one, if there is room.
+    def _copy_partial(self, lease: Lease, source: int) -> None:
+        """Copy a page that is shared in part into a private one, if there is room.
 
         Making room may evict the source itself. Nothing has written to it when the copy is
         queued, and what is queued later on the stream comes after it.
@@ -252,7 +252,6 @@ class PrefixCache:
         if int(page[0]) != source:
             self.device.copy_page(source, int(page[0]))
         self._copies += 1
-        lease.found(TokensByTier(num_tokens, 0, 0))
 
     def allocate(self, num_pages: int) -> PageIds:
         """Device pages for writing, at the expense of unused ones. All or nothing: OutOfPages."""
@@ -310,20 +309,11 @@ class PrefixCache:
         held = check_tree(self.tree)
         leases = [lease for group in self.leases.values() for lease in group]
         writing = [lease.page_table[lease.num_locked :] for lease in leases]
-        for lease in leases:
-            if lease.tail is not None and lease.tail[0].ok is not False:
-                move = lease.tail[0]
-                if move.ok:
-                    writing.append(move.pages)
-                else:
-                    held[DEVICE] = np.append(held[DEVICE], move.pages)
         _require_owned(self.device, [PageState.WRITING], writing, "private")
-        for level, tier in enumerate(self.residency.tiers):
-            if tier is not None:
-                tier.check()
-                orphans = np.array(list(self.residency.orphans[level]), np.int32)
-                states = [PageState.READY, PageState.LOADING]
-                _require_owned(tier, states, [held[level], orphans], PAGES[level])
+        for level, pages in enumerate(held):
+            tier = self.residency.tiers[level]
+            tier.check()
+            _require_owned(tier, [PageState.READY, PageState.LOADING], [pages], PAGES[level])
         refs = sum(n.refs for n in [*self.tree.roots.values(), *self.tree.detached])
         if refs != len(leases) + self.pins.num_locked:
             raise InvariantError(f"{refs} references of {len(leases)} leases")
@@ -333,7 +323,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         tree, counters = self.tree, self.residency.counters
-        tiers = {level: t for level, t in enumerate(self.residency.tiers) if t is not None}
+        tiers = {level: t for level, t in enumerate(self.residency.tiers) if t.num_pages}
         evictable = {PAGES[level]: tree.evictable(level) for level in tiers}
         return CacheStats(
             pages={PAGES[level]: tier.count() for level, tier in tiers.items()},

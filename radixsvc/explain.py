@@ -61,8 +61,8 @@ def _branch(tree: RadixTree, found: Match) -> Tokens:
     node = found.node
     runs = []
     rest = node.tokens[found.used :]
-    if not rest and found.partial_node is not None:
-        node = found.partial_node
+    if not rest and found.end is not node:
+        node = found.end
         rest = node.tokens
     size = 0
     while True:

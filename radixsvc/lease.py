@@ -3,7 +3,7 @@
 What a lease's page table points at, from the left:
 
     tokens   [ locked in the tree, READY | private, WRITING          ]
-             0                           num_locked * page_size      num_pages * page_size
+             0                           num_locked * page_size      len(page_table) * page_size
 
 Whole pages are shared by `commit`, the partly filled last one by `release`, since it may be
 written until then. READY pages are never written. Whoever computed what the tree got meanwhile
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixsvc.node import Node, Priority
-from radixsvc.transfers import Move
+from radixsvc.transfers import Levels
 from tiers.page import InvariantError, PageIds
 
 if TYPE_CHECKING:
@@ -66,13 +66,12 @@ class Lease:
         self._tokens: Tokens = np.array(tokens, np.int32)
         self._table: PageIds = np.empty(cache.num_pages_for(len(tokens)) + 8, np.int32)
         self.page_table: PageIds = self._table[:0]
-        self.num_pages = 0
         self.num_locked = 0  # pages at the front that are the tree's
         self.num_valid = 0  # tokens at the front that have keys and values
         self.sources = self.at_double = NONE
         self.counted = False
-        self.moves: list[Move] = []  # that have to end before the lease is usable
-        self.tail: tuple[Move, int] | None = None  # on its way to a private page: tokens
+        self.levels: Levels = np.empty(0, np.int8)  # where its first pages were found
+        self.awaited: PageIds = self.page_table  # on their way to the device
         self.released = False
 
     @property
@@ -94,28 +93,14 @@ class Lease:
 
     def poll(self) -> bool:
         """Whether everything that was to be loaded is there, or failed and was cut short."""
-        if any(move.ok is None for move in self.moves):
-            return False
-        failed = any(move.ok is False and not move.private for move in self.moves)
-        self.moves = []
-        if failed:
-            self._cache.hold_what_came(self)
-        elif self.tail is not None:
-            move, num_tokens = self.tail
-            self.tail = None
-            if move.ok:
-                self.hold(move.pages)
-                self.found(TokensByTier(0, num_tokens, 0))
-        return not self.moves
-
-    def found(self, more: TokensByTier) -> None:
-        """So many more leading tokens of the prompt need no computing."""
-        self.sources = self.sources.plus(more)
-        self.num_valid = self.sources.length
+        cache = self._cache
+        if len(self.awaited) and not len(cache.residency.arriving(self.awaited)):
+            cache.hold_what_came(self)
+        return not len(self.awaited)
 
     def extend(self, num_tokens: int) -> None:
         """Have pages for the first `num_tokens` tokens. OutOfPages changes nothing."""
-        missing = self._cache.num_pages_for(num_tokens) - self.num_pages
+        missing = self._cache.num_pages_for(num_tokens) - len(self.page_table)
         if missing > 0:
             self.hold(self._cache.allocate(missing))
         if not self.counted:
@@ -141,8 +126,8 @@ class Lease:
         if cache.residency.is_loading(self.node, tokens):
             return  # someone is loading these pages: at the next commit, or never
         own = self._table[start:num_pages]
-        if num_pages > self.num_pages:
-            raise InvariantError(f"{num_pages} pages committed of {self.num_pages}")
+        if num_pages > len(self.page_table):
+            raise InvariantError(f"{num_pages} pages committed of {len(self.page_table)}")
         self.node, packed = cache.tree.insert(self.node, tokens, own.tobytes(), self.priority)
         kept = np.frombuffer(packed, np.int32)
         ours = own[: len(kept)]
@@ -179,20 +164,16 @@ class Lease:
         cache.residency.used(path)
 
     def let_go(self) -> None:
-        """Give the private pages back, and what was on its way to one."""
-        private = self.page_table[self.num_locked :].copy()
-        self.num_pages = self.num_locked = 0
+        """Give the private pages back."""
+        private = self.page_table[self.num_locked :]
+        self.num_locked = 0
         self.page_table = self._table[:0]
         self._cache.device.free(private)
-        if self.tail is not None:
-            self._cache.residency.abandon(self.tail[0])
-            self.tail = None
 
     def hold(self, pages: PageIds) -> None:
         """More pages at the end of the page table."""
-        end = self.num_pages + len(pages)
+        start, end = len(self.page_table), len(self.page_table) + len(pages)
         if end > len(self._table):
             self._table = np.resize(self._table, max(end, 2 * len(self._table)))
-        self._table[self.num_pages : end] = pages
-        self.num_pages = end
+        self._table[start:end] = pages
         self.page_table = self._table[:end]

@@ -15,16 +15,19 @@ class Match(NamedTuple):
     """How far a prompt is known; holds until the tree changes next.
 
     `node` is the deepest node reached and `used` the bytes of its run that match in whole pages;
-    `length` counts all tokens matched so. `partial` more tokens match within the next page,
-    which is page `partial_index` of `partial_node`.
+    `length` counts all tokens matched so. `partial` more match within the next page, which is one
+    of `end`: of `node` or a child of it.
     """
 
     node: Node
     used: int
     length: int
     partial: int
-    partial_node: Node | None
-    partial_index: int
+    end: Node
+
+    @property
+    def num_tokens(self) -> int:
+        return self.length + self.partial
 
 
 def match_below(node: Node, tokens: bytes, page_bytes: int, ghosts: bool = False) -> Match:
@@ -41,8 +44,8 @@ def match_below(node: Node, tokens: bytes, page_bytes: int, ghosts: bool = False
         if child is not None and len(page) == page_bytes and child.tokens.startswith(page):
             known = num_pages(child, page_bytes) if ghosts else num_known(child, page_bytes)
         if known == 0 or child is None:
-            partial, at = _best(node.children, page, page_bytes, ghosts)
-            return Match(node, used, pos // TOKEN_BYTES, partial, at, 0)
+            partial, end = _best(node.children, page, page_bytes, ghosts)
+            return Match(node, used, pos // TOKEN_BYTES, partial, end or node)
         run = child.tokens
         common = len(run) if tokens.startswith(run, pos) else common_prefix(run, tokens, pos)
         common = min(common, known * page_bytes)
@@ -50,9 +53,8 @@ def match_below(node: Node, tokens: bytes, page_bytes: int, ghosts: bool = False
         pos += used
         if used < len(run):
             partial = (common - used) // TOKEN_BYTES
-            at = node if partial else None
-            return Match(node, used, pos // TOKEN_BYTES, partial, at, used // page_bytes)
-    return Match(node, used, pos // TOKEN_BYTES, 0, None, 0)
+            return Match(node, used, pos // TOKEN_BYTES, partial, node)
+    return Match(node, used, pos // TOKEN_BYTES, 0, node)
 
 
 def num_pages(node: Node, page_bytes: int) -> int:

@@ -2,8 +2,8 @@
 
 A copy is attached to the tree when it is submitted, LOADING, and is READY once it was verified.
 What is under way is known by its ticket and page ids alone, so the tree may split, evict or flush
-meanwhile: a page that it lets go of while LOADING is an orphan, freed when its ticket ends. A page
-that did not arrive is detached, with whatever lies behind it: a miss, never an answer.
+meanwhile: a page that it lets go of while LOADING is free when its ticket ends. A page that did not
+arrive is detached, with whatever lies behind it: a miss, never an answer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from radixsvc.node import DEVICE, HOST, PAGES
+from radixsvc.node import DISK, HOST, Node
 from radixsvc.tree import RadixTree
-from tiers.base import Tier
+from tiers.base import Chain, Tier
 from tiers.device import DeviceTier
+from tiers.disk import DiskTier
 from tiers.mover import Mover, Ticket
 from tiers.page import PageIds, PageState
+
+Levels = npt.NDArray[np.int8]  # of pages along a path
+Span = tuple[Node, PageIds]  # a node and places of pages in it
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Lower:
 
     mover: Mover
     host: Tier | None
-    disk: Tier | None
+    disk: DiskTier | None
     fingerprint: bytes
     policy: TierPolicy = field(default_factory=TierPolicy)
 
@@ -59,89 +64,63 @@ class Lower:
                 tier.close()
 
 
-@dataclass(eq=False)
-class Move:
-    """One ticket under way to `pages` of a tier. `ok` is set when it is over.
-
-    Pages that come to the device for one lease alone are `private`: WRITING when they are there.
-    """
-
-    target: int
-    pages: PageIds
-    private: bool = False
-    ok: bool | None = None
-
-
 class Transfers:
-    """`tiers[level]`, the device first, None where there is none, and the moves between them."""
+    """`tiers[level]`, the device first, without pages where there is none, and the copies under way
+    between them. There is a `mover` where there are lower tiers."""
+
+    mover: Mover
 
     def __init__(self, tree: RadixTree, device: DeviceTier, lower: Lower | None) -> None:
         self.tree = tree
         self.device = device
-        self.tiers: list[Tier | None] = [device, None, None]
+        self.tiers: list[Tier] = [device, Tier("host", 0, 0), Tier("disk", 0, 0)]
         self.policy = TierPolicy(write="none", promote="never")
         self.counters: Counter[str] = Counter()
-        self.orphans: list[set[int]] = [set() for _ in PAGES]
-        self._mover: Mover | None = None
-        self._moves: dict[Ticket, Move] = {}
-        self._loading: dict[int, Move] = {}  # by device page
+        self.under_way: set[Ticket] = set()
         if lower is not None:
-            self.tiers[HOST:] = lower.host, lower.disk
+            for level, tier in ((HOST, lower.host), (DISK, lower.disk)):
+                self.tiers[level] = tier or self.tiers[level]
             self.policy = lower.policy
-            self._mover = lower.mover
+            self.mover = lower.mover
 
-    @property
-    def mover(self) -> Mover:
-        """There is one where there are lower tiers."""
-        assert self._mover is not None
-        return self._mover
+    def submit(
+        self, source: int, held: PageIds, target: int, pages: PageIds, chain: Chain | None = None
+    ) -> bool:
+        """Begin to copy pages held on one tier to LOADING pages of another; False if refused."""
+        ticket = self.mover.submit(self.tiers[source], held, self.tiers[target], pages, chain)
+        if ticket is not None:
+            self.under_way.add(ticket)
+        return ticket is not None
 
-    def tier(self, level: int) -> Tier:
-        tier = self.tiers[level]
-        assert tier is not None
-        return tier
+    def attach(self, level: int, spans: Sequence[Span], pages: PageIds) -> None:
+        """These pages of a tier lie in those places from now on, as far as there are pages."""
+        for node, places in spans:
+            part, pages = pages[: len(places)], pages[len(places) :]
+            if len(part):
+                self.tree.attach(node, level, places[: len(part)], part)
+
+    def arriving(self, pages: PageIds) -> PageIds:
+        """Those of these device pages that are on their way there."""
+        loading: npt.NDArray[np.bool_] = self.device.states[pages] == PageState.LOADING
+        return pages[loading]
 
     def free_dropped(self) -> None:
         """Free what the tree let go of."""
         for level in range(self.tree.num_tiers):
             pages = self.tree.take_freed(level)
             if pages is not None:
-                self._let_go(level, pages)
-
-    def _let_go(self, level: int, pages: PageIds) -> None:
-        """Free pages of a tier; those that are still arriving, when they have arrived."""
-        arriving = self.tier(level).states[pages] == PageState.LOADING
-        self.orphans[level].update(pages[arriving].tolist())
-        self.tier(level).free(pages[~arriving])
+                self.tiers[level].free(pages)
 
     def take_in(self, tickets: Sequence[Ticket]) -> None:
-        """Copies ended: drop what did not arrive, and what nobody wants any more."""
-        lost: list[list[PageIds]] = [[np.empty(0, np.int32)] for _ in PAGES]
-        broken: list[tuple[Tier, PageIds]] = []
+        """Copies ended: drop what did not arrive, and what was found to be bad."""
+        lost: list[list[PageIds]] = [[np.empty(0, np.int32)] for _ in self.tiers]
         for ticket in tickets:
-            move = self._moves.pop(ticket)
-            move.ok = bool(ticket.ok.all())
-            target = ticket.target_pages
-            if move.target == DEVICE:
-                for page in target.tolist():
-                    self._loading.pop(page, None)
-            orphans = self.orphans[move.target]
-            unwanted = np.isin(target, list(orphans)) if orphans else np.zeros(len(target), bool)
-            orphans.difference_update(target[unwanted].tolist())
-            ticket.target.free(target[unwanted & ticket.ok])
-            if move.private:
-                self.device.reopen(target[~unwanted & ticket.ok])
-            failed = target[~unwanted & ~ticket.ok]
+            self.under_way.remove(ticket)
+            failed = ticket.target_pages[~ticket.ok]
             self.counters["lost"] += len(failed)
-            lost[move.target].append(failed)
-            source = next(i for i, tier in enumerate(self.tiers) if tier is ticket.source)
-            bad = ticket.source_pages[ticket.bad]
-            bad = bad[ticket.source.states[bad] == PageState.READY]
-            lost[source].append(bad)
-            broken.append((ticket.source, bad))
-        pages = [np.unique(np.concatenate(ids)) for ids in lost]
+            lost[self.tiers.index(ticket.target)].append(failed)
+            lost[self.tiers.index(ticket.source)].append(ticket.source_pages[ticket.bad])
+        pages = [np.concatenate(ids) for ids in lost]
         if any(map(len, pages)):
             self.tree.detach(pages)
-            for tier, bad in broken:
-                tier.free(bad[tier.states[bad] == PageState.READY])
             self.free_dropped()

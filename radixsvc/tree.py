@@ -55,7 +55,6 @@ from radixsvc.node import (
     Children,
     Node,
     common_prefix,
-    page_at,
     resident,
 )
 from radixsvc.structure import Structure
@@ -97,22 +96,19 @@ class RadixTree(Structure):
         """
         counts = [0] * len(PAGES)
         found = self.match(namespace, tokens, ghosts=True)
-        left = found.length * TOKEN_BYTES
-        for node in self.path(found.node):
-            count = min(left, len(node.tokens)) // self.page_bytes
-            left -= count * self.page_bytes
-            there = np.zeros(count, np.bool_)
+        left = found.num_tokens
+        for node in self.path(found.end):
+            # Tokens in each page of the node, and whether a tier has it
+            sizes = np.arange(min(left, len(node.tokens) // TOKEN_BYTES), 0, -self.page_size)
+            missing = np.minimum(sizes, self.page_size)
+            left -= int(missing.sum())
             for level in range(self.num_tiers):
-                ids = np.frombuffer(node[level], np.int32)[:count]
-                there[: len(ids)] |= ids >= 0
+                ids = np.frombuffer(node[level], np.int32)[: len(missing)]
+                missing[: len(ids)][ids >= 0] = 0
+                if level == DISK:  # takes no partly filled pages
+                    missing[len(node.tokens) // self.page_bytes :] = 0
                 if node[level] or node in self.ghosts.left[level]:
-                    counts[level] += (count - int(there.sum())) * self.page_size
-        part = found.partial_node
-        for level in range(min(self.num_tiers, DISK)):  # disk serves whole pages
-            if part is None or page_at(part[level], found.partial_index) >= 0:
-                break
-            if part[level] or part in self.ghosts.left[level]:
-                counts[level] += found.partial
+                    counts[level] += int(missing.sum())
         return counts
 
     # -- holding ------------------------------------------------------------------------------
@@ -303,27 +299,25 @@ class RadixTree(Structure):
         self._drop_if_bare(node)
 
     def detach(self, lost: Sequence[PageIds]) -> None:
-        """Forget pages that are lost, by level, and let go of those that are of no use then.
+        """Let go of pages that are lost, by level, and of those that are of no use then.
 
         Looks at every node; for failures only.
         """
-        touched: dict[Node, bool] = {}  # and whether it lost device pages
+        touched: list[Node] = []
         for node in list(self.nodes()):
             for level, pages in enumerate(lost):
                 held = np.frombuffer(node[level], np.int32)
                 gone = np.isin(held, pages)
                 if not gone.any():
                     continue
-                touched[node] = touched.get(node, False) or level == DEVICE
+                touched.append(node)
                 if level == DEVICE:
-                    first = int(gone.argmax())
-                    self._freed[DEVICE].append(held[first:][~gone[first:]].tobytes())
-                    self._place(node, DEVICE, held[:first].tobytes())
+                    self.keep(node, DEVICE, int(gone.argmax()))
+                    for below in self._below(node):
+                        self.keep(below, DEVICE, 0)
                 else:
+                    self._freed[level].append(held[gone].tobytes())
                     self._place(node, level, np.where(gone, np.int32(-1), held).tobytes())
-        for node, on_device in touched.items():
-            for below in self._below(node) if on_device else ():
-                self.keep(below, DEVICE, 0)
         for node in touched:
             if node.parent is not None:
                 self._close_gap(node)

@@ -127,14 +127,13 @@ def every_tier(
 
 
 def sources_at(offset: int, total: int) -> dict[str, Sources]:
-    """From device and host reuse is exact to the token, from disk by whole pages."""
-    whole = offset - offset % 4
+    """From every tier reuse is exact to the token."""
     return {
         "cold": Sources(0, 0, 0, total),
         "device": Sources(offset, 0, 0, total - offset),
         "host": Sources(0, offset, 0, total - offset),
-        "disk": Sources(0, 0, whole, total - whole),
-        "restart": Sources(0, 0, whole, total - whole),
+        "disk": Sources(0, 0, offset, total - offset),
+        "restart": Sources(0, 0, offset, total - offset),
     }
 
 
@@ -239,7 +238,7 @@ def test_a_configured_quota_is_the_cache_s(tiny_llama: Path) -> None:
     sets = ("quotas.batch.device=25%", "quotas.batch.host=50%", "tiers.host.size=4MiB")
     with RunningBackend(tiny_llama, *sets) as running:
         cache = running.backend.engine.cache
-        device, host = (tier.num_pages for tier in cache.residency.tiers if tier is not None)
+        device, host, _ = (tier.num_pages for tier in cache.residency.tiers)
         assert cache.tree.accounts["batch"].quota == [device // 4, host // 2, 0]
 
 
@@ -282,7 +281,7 @@ def test_after_kill_9_the_disk_is_found_again(tmp_path: Path) -> None:
     with known(tmp_path, 8) as engine:
         settle(engine)
         found = asker(engine)("a", base)
-        assert found == (expected(base.tolist(), NEW_TOKENS), Sources(0, 0, 20, 4))
+        assert found == (expected(base.tolist(), NEW_TOKENS), Sources(0, 0, 23, 1))
         stored = engine.call(lambda cache: cache.stats().pages["disk"]["ready"]).result(10)
         assert stored > 6
     ready.close()

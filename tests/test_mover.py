@@ -73,6 +73,7 @@ class Rig:
             if self.machine:
                 self.machine.run()
             done += self.mover.wait(1.0)
+        ticket.target.free(ticket.target_pages[~ticket.ok])
         return ticket.target_pages[ticket.ok]
 
     def carry(self, source: Tier, pages: PageIds, target: Tier) -> PageIds:
@@ -298,6 +299,7 @@ def test_a_store_that_never_answers_a_write_holds_only_its_own_slots(
     now[0] = 11.0
     assert rig.mover.poll() == [ticket, behind]
     assert not ticket.ok.any()
+    rig.disk.free(np.append(ticket.target_pages, behind.target_pages))
     assert rig.device.num_free == 8
     assert rig.disk.num_free == 6  # the slots of the write that may still happen
     assert not rig.mover.available(rig.device, rig.disk)
@@ -327,6 +329,7 @@ def test_pages_come_back_from_a_read_that_hangs(
     else:
         now[0] = 11.0
         assert rig.mover.poll() == [ticket]
+        rig.device.free(ticket.target_pages)
     assert rig.device.num_free == 6
     assert not rig.device.states[ticket.target_pages].any()
     fresh = rig.device.allocate(2)
@@ -402,6 +405,8 @@ def test_a_flush_voids_what_is_under_way(tmp_path: Path) -> None:
         done += rig.mover.wait(1.0)
     assert not up.ok.any()
     assert not down.ok.any()
+    for ticket in done:
+        ticket.target.free(ticket.target_pages)
     assert (rig.host.num_free, rig.disk.num_free) == (8, 6)
     rig.close()
 
@@ -518,6 +523,8 @@ def test_random_moves_frees_cancels_and_failures_keep_every_byte(
             for page, value, ok in zip(ticket.target_pages, values, ticket.ok, strict=True):
                 if ok:
                     held.append((ticket.target, int(page), value))
+                else:
+                    ticket.target.free(np.array([page], np.int32))
         rig.check()
         if turn % 10 == 0:
             machine.run()

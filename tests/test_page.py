@@ -48,11 +48,21 @@ def test_page_being_read_is_not_reused_before_the_copy_ends() -> None:
     ledger.check()
 
 
-@pytest.mark.parametrize("state", [PageState.WRITING, PageState.LOADING])
-def test_unfinished_pages_are_not_read(state: PageState) -> None:
+def test_no_copy_touches_what_a_request_writes() -> None:
     ledger = PageLedger(1)
     with pytest.raises(InvariantError):
-        ledger.add_readers(ledger.allocate(1, state))
+        ledger.add_readers(ledger.allocate(1, PageState.WRITING))
+
+
+def test_page_let_go_while_it_is_loaded_is_free_when_the_copy_ends() -> None:
+    ledger = PageLedger(1)
+    pages = ledger.allocate(1, PageState.LOADING)
+    ledger.add_readers(pages)
+    ledger.free(pages)
+    assert (ledger.num_free, ledger.num_retired) == (0, 1)
+    ledger.publish(pages)
+    ledger.drop_readers(pages)
+    assert (ledger.num_free, ledger.num_retired) == (1, 0)
 
 
 def test_freeing_twice_is_an_error() -> None:

@@ -57,6 +57,7 @@ class ModelMover:
         if self.faulty and not self.draw(0, 7):
             return None
         source.add_readers(source_pages)
+        target.add_readers(target_pages)
         ticket = Ticket(source, source_pages, target, target_pages)
         records = chain.records(len(target_pages)) if chain else []
         ticket._generation = target.generation
@@ -85,7 +86,7 @@ class ModelMover:
                     target.records[int(b)] = records[i]
         source.drop_readers(ticket.source_pages)
         target.publish(ticket.target_pages[ticket.ok])
-        target.free(ticket.target_pages[~ticket.ok])
+        target.drop_readers(ticket.target_pages)
         self.arrived[target.name] = self.arrived.get(target.name, 0) + int(ticket.ok.sum())
         return ticket
 
@@ -160,8 +161,9 @@ class TierMachine(Machine):
             return
         at = self.draw(0, len(self.leases) - 1)
         lease, generation = self.leases[at]
-        ends = [move.ok for move in lease.moves if not move.private]
-        if None not in [move.ok for move in lease.moves] and False in ends:
+        awaited = lease.awaited
+        lease.poll()
+        if lease.awaited is not awaited:
             generation = self.generation  # it is matched again, perhaps after a flush
         self.leases[at] = lease, generation
         if self.see(lease, generation):
@@ -186,14 +188,14 @@ class TierMachine(Machine):
                 break
             self.cache.poll()
             self.check()
-        if not lease.moves:
+        if not len(lease.awaited):
             self.compute_for(lease, self.generation)
             self.finish(lease)
         else:
             lease.release()
 
     def finish(self, lease: Lease) -> None:
-        if lease.moves:
+        if len(lease.awaited):
             lease.release()
         else:
             super().finish(lease)

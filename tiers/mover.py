@@ -11,15 +11,14 @@ thread, and only that; streams and workers run behind.
 
 Who owns what:
 
-- Source pages must be READY. They stay their owner's, who may free them at any time; a reader keeps
-  each from being reused until the copy out of it is over.
-- Target pages must be LOADING, taken for this ticket. Until the ticket is polled they are the
-  mover's. Then those that are `ok` are READY and their owner's; the others are, or as soon as
-  nothing can write to them any more will be, FREE: forget them.
+- Source pages must be READY, target pages LOADING, taken for this ticket. All stay their owner's,
+  who may free them at any time; a reader keeps each from being reused until the copy is over.
+- When the ticket is polled, target pages that are `ok` are READY. The others are still LOADING, and
+  their owner frees them.
 - `ticket.bad` marks source records on disk that are not what was stored there: nobody will read
   them again, so their owner frees them, once.
-- `cancel` gives every target page back that way, at once or when the copy is over. A cancelled
-  ticket is not polled.
+- `cancel` frees every target page, at once or when the copy is over. A cancelled ticket is not
+  polled.
 - A ticket with the disk that is not done at its deadline is polled as it is then: what arrived
   is `ok`. No page of a memory tier waits for the disk beyond the deadline. While the disk
   holds an operation that is overdue, submits with it are refused.
@@ -160,8 +159,10 @@ class Mover:
             raise ValueError("as many target pages as source pages, and at least one")
         if target is self._disk and (chain is None or len(chain.blobs) < len(target_pages)):
             raise ValueError("pages bound for the disk need a chain with a blob for each")
-        if (target.states[target_pages] != PageState.LOADING).any():
-            raise InvariantError(f"{target.name} pages {target_pages} are not all LOADING")
+        ends = (source, source_pages, PageState.READY), (target, target_pages, PageState.LOADING)
+        for tier, pages, state in ends:
+            if (tier.states[pages] != state).any():
+                raise InvariantError(f"{tier.name} pages {pages} are not all {state.name}")
         ticket = Ticket(source, source_pages, target, target_pages)
         lane = self._lane(source, target)
         queued = lane.queued.total()
@@ -169,6 +170,7 @@ class Mover:
         if is_full or not self.available(source, target):
             return None
         source.add_readers(source_pages)
+        target.add_readers(target_pages)
         if lane.stream is not None:
             lane.stream.wait(self._fence())
             ticket._start = lane.stream.record()
@@ -253,7 +255,7 @@ class Mover:
             if job.failure is not None:
                 raise job.failure
             if job.keeps_slots and job.done:
-                ticket.target.free(ticket.target_pages[job.places])
+                ticket.target.drop_readers(ticket.target_pages[job.places])
                 job.keeps_slots = False
         is_late = self._clock() >= ticket._deadline
         if not ticket._settled and (
@@ -283,15 +285,17 @@ class Mover:
     def _settle(self, ticket: Ticket, lane: _Lane) -> None:
         ticket._settled = True
         lane.queued[ticket.edge] -= ticket.nbytes
-        ticket.source.drop_readers(ticket.source_pages)
-        arrived = ticket.ok & (not ticket.cancelled)
-        lost = ~arrived
-        for job in ticket._jobs:
-            lost[job.places] &= not job.keeps_slots
-        ticket.target.publish(ticket.target_pages[arrived])
-        ticket.target.free(ticket.target_pages[lost])
-        if not ticket.cancelled:
+        target, pages = ticket.target, ticket.target_pages
+        if ticket.cancelled:
+            target.free(pages)
+        else:
+            target.publish(pages[ticket.ok])
             self._finished.append(ticket)
+        ticket.source.drop_readers(ticket.source_pages)
+        is_over = np.ones(len(pages), np.bool_)
+        for job in ticket._jobs:
+            is_over[job.places] = not job.keeps_slots
+        target.drop_readers(pages[is_over])
 
     # Estimating
 
@@ -347,7 +351,10 @@ class Mover:
         while not ticket._settled and time.monotonic() < end:
             self.wait(end - time.monotonic())
         self.cancel(ticket)
-        return there[ticket.ok & (not ticket.cancelled)]
+        if ticket.cancelled:
+            return there[:0]
+        target.free(there[~ticket.ok])
+        return there[ticket.ok]
 
     def _lane(self, source: Tier, target: Tier) -> _Lane:
         if source is self._disk:

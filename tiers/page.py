@@ -106,7 +106,7 @@ class PageLedger:
         self.num_pages = num_pages
         self.states = np.zeros(num_pages, np.uint8)
         self.readers = np.zeros(num_pages, np.int32)
-        self._retired = np.zeros(num_pages, np.bool_)  # let go by the owner, readers remain
+        self._retired = np.zeros(num_pages, np.bool_)  # let go by the owner, copies go on
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = num_pages
 
@@ -126,11 +126,6 @@ class PageLedger:
         self._require(pages, (PageState.WRITING, PageState.LOADING))
         self.states[pages] = PageState.READY
 
-    def reopen(self, pages: PageIds) -> None:
-        """READY pages that nobody but one request knows are WRITING, for it to go on with."""
-        self._require(pages, (PageState.READY,))
-        self.states[pages] = PageState.WRITING
-
     def free(self, pages: PageIds) -> None:
         """Give pages back. One that is still being read stays as it is until its readers leave."""
         self._require(pages, (PageState.WRITING, PageState.READY, PageState.LOADING))
@@ -143,8 +138,8 @@ class PageLedger:
         self._push(pages)
 
     def add_readers(self, pages: PageIds) -> None:
-        """A copy out of these READY pages is under way."""
-        self._require(pages, (PageState.READY,))
+        """A copy out of these READY pages, or into these LOADING ones, is under way."""
+        self._require(pages, (PageState.READY, PageState.LOADING))
         self.readers[pages] += 1
 
     def drop_readers(self, pages: PageIds) -> None:
@@ -174,7 +169,7 @@ class PageLedger:
 
     @property
     def num_retired(self) -> int:
-        """Pages nobody owns any more that wait for a copy out of them to end."""
+        """Pages nobody owns any more that wait for a copy to end."""
         return int(self._retired.sum())
 
     def _push(self, pages: PageIds) -> None:

@@ -50,6 +50,7 @@ class InstantMover:
         if (target.states[target_pages] != PageState.LOADING).any():
             raise InvariantError(f"{target.name} pages {target_pages} are not all LOADING")
         source.add_readers(source_pages)
+        target.add_readers(target_pages)
         ticket = Ticket(source, source_pages, target, target_pages)
         self._under_way.append(ticket)
         return ticket
@@ -59,6 +60,7 @@ class InstantMover:
         for ticket in finished:
             ticket.source.drop_readers(ticket.source_pages)
             ticket.target.publish(ticket.target_pages)
+            ticket.target.drop_readers(ticket.target_pages)
             ticket.ok = np.ones(len(ticket.target_pages), np.bool_)
         return finished
 

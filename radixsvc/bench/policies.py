@@ -27,6 +27,7 @@ from radixsvc.cache import Lease, Lower, PrefixCache
 from radixsvc.node import PAGES
 from radixsvc.request import Sources, Tokens
 from radixsvc.residency import TierPolicy
+from tiers.disk import DiskTier
 from tiers.mover import Mover
 
 NEVER = np.iinfo(np.int64).max
@@ -115,7 +116,7 @@ class Radix(Policy):
         lower = Lower(
             cast(Mover, mover),
             host if pages[1] else None,
-            disk if pages[2] else None,
+            cast(DiskTier, disk) if pages[2] else None,
             fingerprint=bytes(32),
             policy=policy or TierPolicy(),
         )

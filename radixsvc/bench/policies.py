@@ -143,9 +143,8 @@ class Radix(Policy):
 class Optimum(Policy):
     """Knows the future, token by token.
 
-    Belady's MIN (1966): evict what is used again last, and what never is before all else. A
-    prefix is used whenever what follows it is, so among equals the deepest goes and what stays
-    is closed under prefixes.
+    Belady's MIN (1966): evict what is used again last, and what never is before all else. Among
+    equals the deepest goes, since it is of no use without what stands before it.
     """
 
     def __init__(self, num_tokens: int, history: Sequence[Prompt]) -> None:
@@ -193,14 +192,17 @@ class Optimum(Policy):
 def next_uses(history: Sequence[Prompt], num_blocks: int) -> list[np.ndarray]:
     """For each request, the index of the request that uses each of its blocks next, or NEVER.
 
-    A prompt's last token is computed in any case and so is its output: that is no use.
+    A prompt's last token is computed in any case and so is its output: that is no use, and to
+    have kept it until then gained nothing.
     """
     upcoming = np.full(num_blocks, NEVER)
     found = []
     for i in range(len(history) - 1, -1, -1):
         prompt = history[i]
         found.append(upcoming[prompt.blocks])
-        upcoming[prompt.blocks[: -(-(prompt.prompt_len - 1) // prompt.block_size)]] = i
+        num_used = -(-(prompt.prompt_len - 1) // prompt.block_size)
+        upcoming[prompt.blocks[:num_used]] = i
+        upcoming[prompt.blocks[num_used:]] = NEVER
     found.reverse()
     return found
 

@@ -63,11 +63,13 @@ def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
 
 
-async def ask(engine: Engine, prompt: Tokens, params: SamplingParams) -> Outcome:
+async def ask(
+    engine: Engine, prompt: Tokens, params: SamplingParams, namespace: str = "bench"
+) -> Outcome:
     """Submit one prompt and wait for its answer."""
     request = Request(
         id=f"bench-{next(_ids)}",
-        namespace="bench",
+        namespace=namespace,
         tokens=prompt,
         params=params,
         stream=TokenStream(asyncio.get_running_loop()),
@@ -85,10 +87,12 @@ async def ask(engine: Engine, prompt: Tokens, params: SamplingParams) -> Outcome
     raise AssertionError("a stream ends with Finished or raises")
 
 
-def complete(engine: Engine, prompts: Sequence[Tokens], params: SamplingParams) -> list[Outcome]:
+def complete(
+    engine: Engine, prompts: Sequence[Tokens], params: SamplingParams, namespace: str = "bench"
+) -> list[Outcome]:
     """Submit all prompts at once and wait for all of them."""
 
     async def everything() -> list[Outcome]:
-        return list(await asyncio.gather(*(ask(engine, p, params) for p in prompts)))
+        return list(await asyncio.gather(*(ask(engine, p, params, namespace) for p in prompts)))
 
     return asyncio.run(everything())

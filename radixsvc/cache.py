@@ -314,7 +314,7 @@ class PrefixCache:
             tier = self.residency.tiers[level]
             tier.check()
             _require_owned(tier, [PageState.READY, PageState.LOADING], [pages], PAGES[level])
-        refs = sum(n.refs for n in [*self.tree.roots.values(), *self.tree.detached])
+        refs = sum(root.refs for root in self.tree.namespaces)
         if refs != len(leases) + self.pins.num_locked:
             raise InvariantError(f"{refs} references of {len(leases)} leases")
 

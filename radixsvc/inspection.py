@@ -2,115 +2,96 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 
 from radixsvc.match import num_known
-from radixsvc.node import ABSENT, DEVICE, PAGE_ID_BYTES, PAGES, Node, resident
+from radixsvc.node import ABSENT, CLASSES, DEVICE, PAGE_ID_BYTES, PAGES, Account, Node, resident
 from radixsvc.tree import RadixTree
 from tiers.page import InvariantError, PageIds
 
 
 def check_tree(tree: RadixTree) -> list[PageIds]:
     """Raise InvariantError unless the tree is sound; returns the page ids it holds, by tier."""
-    held: list[list[bytes]] = [[] for _ in range(tree.num_tiers)]
-    residents: dict[tuple[int, int], int] = {}
-    evictable: dict[tuple[int, int, int], int] = {}
-    num_nodes = 0
-    for node in tree.nodes():
-        num_nodes += 1
+    nodes = list(tree.nodes())
+    _require(len(nodes) == tree.num_nodes, f"{len(nodes)} nodes, {tree.num_nodes} counted")
+    for node in nodes:
         _check_node(tree, node)
-        for level in range(tree.num_tiers):
-            pages = node[level]
-            held[level].append(pages)
-            key = (id(node.account), level)
-            residents[key] = residents.get(key, 0) + resident(pages)
-            if node.after(level) is not None:
-                group = (*key, node.priority)
-                evictable[group] = evictable.get(group, 0) + resident(pages)
-    _require(num_nodes == tree.num_nodes, f"{num_nodes} nodes, {tree.num_nodes} counted")
-    for level, nodes in enumerate(tree.ghosts.left):
-        num_pages = sum(map(tree.num_pages, nodes))
+    for node in [*tree.namespaces, *nodes]:
+        _check_children(tree, node)
+    for level, left in enumerate(tree.ghosts.left):
+        num_pages = sum(map(tree.num_pages, left))
         _require(num_pages == tree.ghosts.num_pages[level], "pages of ghosts are miscounted")
-        for node in nodes:
+        for node in left:
             _require(not node[level], "a node that left a tier lies on it")
             _require(node.parent is not None, "a ghost is not in the tree")
-    detached = [root.account for root in tree.detached]
-    for account in [*tree.accounts.values(), *detached]:
+    for account in {node.account for node in nodes} | {*tree.accounts.values(), tree.flushed}:
+        of_account = [node for node in nodes if node.account is account]
         for level in range(tree.num_tiers):
-            key = (id(account), level)
-            _require(residents.get(key, 0) == account.resident[level], "resident is miscounted")
-            for priority, count in enumerate(account.evictable[level]):
-                _require(evictable.get((*key, priority), 0) == count, "evictable is miscounted")
-                _check_victims(list(account.victims(level, priority)), level)
-    out = []
+            _check_account(account, of_account, level)
+    held = []
     for level in range(tree.num_tiers):
-        ids = np.frombuffer(b"".join(held[level]), np.int32)
+        ids = np.frombuffer(b"".join([node[level] for node in nodes]), np.int32)
         ids = ids[ids >= 0]
         _require(len(np.unique(ids)) == len(ids), f"a page is in two places of {PAGES[level]}")
-        out.append(ids)
-    return out
+        held.append(ids)
+    return held
+
+
+def _check_account(account: Account, nodes: list[Node], level: int) -> None:
+    """Its counts, and that a child goes before its parent."""
+    count = sum(resident(node[level]) for node in nodes)
+    _require(count == account.resident[level], "resident is miscounted")
+    count = 0
+    for priority in CLASSES:
+        place = {node: i for i, node in enumerate(account.victims(level, priority))}
+        for node, i in place.items():
+            count += resident(node[level])
+            _require(node.parent is not None, "a victim is not in the tree")
+            assert node.parent is not None
+            _require(place.get(node.parent, i + 1) > i, "a parent goes before its child")
+    _require(count == account.evictable[level], "evictable is miscounted")
 
 
 def _check_node(tree: RadixTree, node: Node) -> None:
     parent = node.parent
     assert parent is not None
+    known = num_known(node, tree.page_bytes)
+    is_held = node.refs > 0 or node.pins > 0
     whole = len(node.tokens) % tree.page_bytes == 0
     _require(len(node.tokens) > 0, "a run is empty")
     _require(whole or (node.children is None and node.refs == 0), "a held node ends in a stub")
     _require(node.refs <= parent.refs, "a parent has fewer references than its child")
-    _require(node.pins <= parent.pins or parent.parent is None, "a parent has fewer pins")
-    _require(node.account is parent.account or parent.parent is None, "accounts differ on a path")
-    num_pages = tree.num_pages(node)
+    _require(known > 0 or is_held or node in tree.ghosts, "a node without pages is no ghost")
     for level in range(tree.num_tiers):
         pages = node[level]
-        _require(len(pages) <= num_pages * PAGE_ID_BYTES, "more pages than tokens")
         may_go = node.refs == 0 and len(pages) > 0 and (level == DEVICE or node.pins == 0)
         _require(may_go == (node.after(level) is not None), "on a wrong list of victims")
         _require(not pages.endswith(ABSENT), "places beyond the last page")
-    _require(ABSENT not in _split_ids(node.device), "a gap in the device's pages")
+        _require(len(pages) <= known * PAGE_ID_BYTES, "a page behind a gap")
+    _require(resident(node.device) * PAGE_ID_BYTES == len(node.device), "a gap on the device")
     if parent.parent is not None:
-        if node.device:
-            full = tree.num_pages(parent) * PAGE_ID_BYTES
-            _require(len(parent.device) == full, "device pages behind a gap")
-        if num_known(node, tree.page_bytes):
-            _require(
-                num_known(parent, tree.page_bytes) == tree.num_pages(parent), "pages behind a gap"
-            )
-        if node.refs == 0 and parent.refs == 0:
+        full = tree.num_pages(parent)
+        on_device = len(parent.device) == full * PAGE_ID_BYTES
+        _require(not node.device or on_device, "device pages behind a gap")
+        _require(not known or num_known(parent, tree.page_bytes) == full, "pages behind a gap")
+        _require(node.pins <= parent.pins, "a parent has fewer pins")
+        _require(node.account is parent.account, "accounts differ on a path")
+        if parent.refs == 0:
             _require(parent.last_use >= node.last_use, "a parent was used before its child")
             _require(parent.priority >= node.priority, "a parent has less priority")
-    known = num_known(node, tree.page_bytes)
-    for level in range(1, tree.num_tiers):
-        _require(len(node[level]) <= known * PAGE_ID_BYTES, "a page behind a gap")
-    held = node.refs > 0 or node.pins > 0
-    _require(known > 0 or held or node in tree.ghosts, "a node without pages is no ghost")
-    if node.children is not None:
-        _check_children(tree, node)
 
 
 def _check_children(tree: RadixTree, node: Node) -> None:
-    assert node.children is not None
-    runs = [child.tokens for child in node.children]
-    _require(runs == sorted(runs) and len(runs) > 0, "children are out of order")
-    for child, run, after in zip(node.children, runs, [*runs[1:], b""], strict=True):
-        _require(child.parent is node, "a child has another parent")
-        first = run[: tree.page_bytes]
-        _require(not after.startswith(first), "siblings begin alike")
-
-
-def _check_victims(nodes: list[Node], level: int) -> None:
-    place = {node: i for i, node in enumerate(nodes)}
-    for node, i in place.items():
-        parent = node.parent
-        _require(parent is not None, "a victim is not in the tree")
-        assert parent is not None
-        _require(place.get(parent, i + 1) > i, f"a parent goes before its child ({PAGES[level]})")
-
-
-def _split_ids(pages: bytes) -> list[bytes]:
-    return [pages[i : i + PAGE_ID_BYTES] for i in range(0, len(pages), PAGE_ID_BYTES)]
+    children = list(node.children or ())
+    _require(bool(children) == (node.children is not None), "an index without children")
+    _require(all(child.parent is node for child in children), "a child has another parent")
+    for child, after in itertools.pairwise(children):
+        _require(child.tokens < after.tokens, "children are out of order")
+        begins_alike = after.tokens.startswith(child.tokens[: tree.page_bytes])
+        _require(not begins_alike, "siblings begin alike")
 
 
 def _require(claim: bool, otherwise: str) -> None:
@@ -134,12 +115,11 @@ def format_tree(
         18 tokens  device 2  host 1  used 4
     """
     lines: list[str] = []
-    shown = (n for n in tree.roots if visible is None or visible(n))
-    named = [(repr(name), tree.roots[name]) for name in shown]
-    if visible is None:
-        named += [("(flushed)", root) for root in tree.detached]
-    for name, root in named:
-        lines.append(name)
+    for root, name in tree.namespaces.items():
+        is_flushed = root.account is tree.flushed
+        if visible is not None and (is_flushed or not visible(name)):
+            continue
+        lines.append("(flushed)" if is_flushed else repr(name))
         stack = [(child, 1) for child in root.children or ()]
         while stack and len(lines) < max_nodes:
             node, depth = stack.pop()

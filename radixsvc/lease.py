@@ -154,9 +154,10 @@ class Lease:
         cache = self._cache
         cache.forget(self)
         self._share(self.num_valid - self.num_valid % cache.page_size)
-        if self.num_valid // cache.page_size == self.num_locked and not self.node.account.detached:
-            self._share(self.num_valid)
         account = self.node.account
+        is_flushed = account is cache.tree.flushed
+        if self.num_valid // cache.page_size == self.num_locked and not is_flushed:
+            self._share(self.num_valid)
         path = cache.tree.path(self.node)
         cache.tree.unlock(self.node)
         cache.residency.enforce_quota(account)

@@ -115,18 +115,16 @@ class Children:
 class Account:
     """Pages and victims of the namespaces that share a quota; all without one share one.
 
-    `resident[level]` counts the tree's pages on a tier, `evictable[level][class]` those of nodes
-    without references. A list of victims begins and ends at `heads[level][class]`, a node that is
-    in no tree. Where nothing lies below the device, `stubs[class]` are the nodes that
-    became victims with a partly filled page, oldest first; some may have lost it since.
+    `resident[level]` counts the tree's pages on a tier, `evictable[level]` those of victims. A
+    list of victims begins and ends at `heads[level][class]`, a node that is in no tree. Where
+    nothing lies below the device, `stubs[class]` are the nodes that became victims with a partly
+    filled page, oldest first; some may have lost it since.
     """
 
-    def __init__(self, name: str, num_tiers: int, detached: bool = False) -> None:
-        self.name = name
-        self.detached = detached  # flushed: freed at the last release, never matched again
+    def __init__(self, num_tiers: int) -> None:
         self.quota: list[int | None] = [None] * num_tiers  # pages
         self.resident = [0] * num_tiers
-        self.evictable = [[0 for _ in CLASSES] for _ in range(num_tiers)]
+        self.evictable = [0] * num_tiers
         self.heads = [[Node(b"", None) for _ in CLASSES] for _ in range(num_tiers)]
         self.stubs: list[deque[Node]] = [deque(maxlen=MAX_STUBS) for _ in CLASSES]
 

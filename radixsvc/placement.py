@@ -6,6 +6,7 @@ import heapq
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -85,25 +86,24 @@ class Placement:
         self.page_bytes = page_bytes
         self.num_tiers = len(ghost_pages)
         self.ghosts = Ghosts(ghost_pages, page_bytes)
-        self.shared = Account("", self.num_tiers)
+        self.shared = Account(self.num_tiers)
         self.accounts: dict[str, Account] = {"": self.shared}
-        self.detached: list[Node] = []  # roots that were flushed under running leases
+        self.flushed = Account(self.num_tiers)  # of nodes under leases: freed at the last release
         self._freed: list[list[bytes]] = [[] for _ in ghost_pages]
 
     def account(self, name: str) -> Account:
         """The account of that name, with victims and a quota of its own; made if need be."""
         if name not in self.accounts:
-            self.accounts[name] = Account(name, self.num_tiers)
+            self.accounts[name] = Account(self.num_tiers)
         return self.accounts[name]
 
     def evictable(self, level: int) -> int:
         """Pages of a tier that no lease and no pin holds."""
-        return sum(sum(account.evictable[level]) for account in self.accounts.values())
+        return sum(account.evictable[level] for account in self.accounts.values())
 
     def resident(self, level: int) -> int:
         """Pages of a tier that the tree holds, flushed ones under leases included."""
-        accounts = [*self.accounts.values(), *(root.account for root in self.detached)]
-        return sum(account.resident[level] for account in accounts)
+        return sum(one.resident[level] for one in (*self.accounts.values(), self.flushed))
 
     def victim(self, level: int, account: Account | None = None) -> Node | None:
         """The node whose last page on that tier is the next to go; O(accounts)."""
@@ -137,7 +137,7 @@ class Placement:
         accounts = self.accounts.values() if account is None else (account,)
         for priority in CLASSES:
             lists = [one.victims(level, priority) for one in accounts]
-            yield from heapq.merge(*lists, key=lambda node: node.last_use)
+            yield from heapq.merge(*lists, key=attrgetter("last_use"))
 
     def take_freed(self, level: int) -> PageIds | None:
         """Pages of a tier that were let go of since the last call; None where there are none.
@@ -189,13 +189,13 @@ class Placement:
         account = node.account
         account.resident[level] -= gone
         if node.after(level) is not None:
-            account.evictable[level][node.priority] -= gone
+            account.evictable[level] -= gone
             if not pages:
                 node.unlink(level)
         elif pages and not before:
             self.ghosts.drop(node, level)
             if node.refs == 0 and _may_go(node, level):
-                account.evictable[level][node.priority] -= gone
+                account.evictable[level] -= gone
                 self._stand(node, level)
         return gone
 
@@ -215,17 +215,16 @@ class Placement:
         for level in range(self.num_tiers):
             count = resident(node[level])
             if count and _may_go(node, level):
-                account.evictable[level][priority] += count
+                account.evictable[level] += count
                 node.link_before(account.heads[level][priority], level)
         if self.num_tiers == 1 and len(node.tokens) % self.page_bytes:
             account.stubs[priority].append(node)
 
     def _leave(self, node: Node) -> None:
         """The first reference: no victim any more."""
-        account, priority = node.account, node.priority
         for level in range(self.num_tiers):
             if node.after(level) is not None:
-                account.evictable[level][priority] -= resident(node[level])
+                node.account.evictable[level] -= resident(node[level])
                 node.unlink(level)
 
 

@@ -192,7 +192,7 @@ class Residency(Transfers):
         """Of each node's places from one on those that are READY on a tier and not on the other."""
         spans = []
         for node, first in tails:
-            if node.parent is None or node.account.detached:
+            if node.parent is None or node.account is self.tree.flushed:
                 continue
             wanted = self._is_ready(node, source)
             wanted[:first] = False

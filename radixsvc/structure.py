@@ -15,7 +15,7 @@ class Structure(Placement):
     def __init__(self, ghost_pages: Sequence[int], page_bytes: int) -> None:
         super().__init__(ghost_pages, page_bytes)
         self.roots: dict[str, Node] = {}
-        self.namespaces: dict[Node, str] = {}  # by root
+        self.namespaces: dict[Node, str] = {}  # by root, flushed ones that are held included
         self.num_nodes = 0
 
     def __del__(self) -> None:
@@ -37,7 +37,7 @@ class Structure(Placement):
 
     def nodes(self) -> Iterator[Node]:
         """Every node, roots apart, parents first."""
-        for root in [*self.roots.values(), *self.detached]:
+        for root in list(self.namespaces):
             yield from self._below(root)
 
     def _below(self, node: Node) -> Iterator[Node]:
@@ -143,6 +143,7 @@ class Structure(Placement):
         else:
             parent.children.remove(node)
         node.parent = None
+        node.tokens = b""  # it may still stand in someone's queue
         self.num_nodes -= 1
 
     def _drop_if_bare(self, node: Node) -> None:
@@ -171,4 +172,6 @@ class Structure(Placement):
     def _drop_root_if_bare(self, root: Node) -> None:
         """A root that nothing hangs on or holds goes, so that namespaces can come and go."""
         if root.refs == 0 and root.children is None and root in self.namespaces:
-            del self.roots[self.namespaces.pop(root)]
+            name = self.namespaces.pop(root)
+            if self.roots.get(name) is root:
+                del self.roots[name]

@@ -155,7 +155,7 @@ class RadixTree(Structure):
             if parent is None:
                 break
             if node.refs == 0:
-                if node.account.detached:
+                if node.account is self.flushed:
                     self._take_out(node)
                 else:
                     self._enter(node)
@@ -163,8 +163,6 @@ class RadixTree(Structure):
                         self._merge_below(node)
                     self._drop_if_bare(node)
             node = parent
-        if node.account.detached and node.refs == 0:
-            self.detached.remove(node)
         self._drop_root_if_bare(node)
 
     def pin(self, node: Node, used: int) -> Node:
@@ -334,12 +332,7 @@ class RadixTree(Structure):
 
     def flush(self) -> None:
         """Empty the tree. Paths under leases are cut off now and freed by their last `unlock`."""
-        for account in self.accounts.values():
-            for stubs in account.stubs:
-                stubs.clear()
         for root in list(self.roots.values()):
-            held = root.refs > 0
-            account = Account(root.account.name, self.num_tiers, detached=True)
             for node in reversed(list(self._below(root))):
                 if node.refs == 0:
                     self._take_out(node)
@@ -348,10 +341,7 @@ class RadixTree(Structure):
                 for level in range(self.num_tiers):
                     count = resident(node[level])
                     node.account.resident[level] -= count
-                    account.resident[level] += count
-                node.account = account
-            root.account = account
-            if held:
-                self.detached.append(root)
+                    self.flushed.resident[level] += count
+                node.account = self.flushed
+            root.account = self.flushed
         self.roots = {}
-        self.namespaces = {}

@@ -221,7 +221,7 @@ class Machine:
             assert self.cache.match(namespace, prompt).length >= n
         if self.quota >= 0 and not self.leases:
             account = self.cache.tree.accounts["b"]
-            evictable = sum(account.evictable[0])
+            evictable = account.evictable[0]
             assert account.resident[0] <= self.quota or evictable == 0
 
     def end(self) -> None:
@@ -231,7 +231,7 @@ class Machine:
         self.cache.flush()
         assert self.device.count()["free"] == self.device.num_pages
         assert not self.cache.tree.roots
-        assert not self.cache.tree.detached
+        assert not self.cache.tree.namespaces
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

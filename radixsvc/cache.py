@@ -94,9 +94,8 @@ class PrefixCache:
         self.residency = Residency(self.tree, self.device, lower)
         self.pins = Pins(self.residency, int(max_pinned * device.num_pages))
         self.leases: dict[str, dict[Lease, None]] = {}  # by namespace, oldest first
-        self.num_duplicates = 0
-        self._acquired = self._copies = 0
-        self._hits = self._hits_at_double = TokensByTier(0, 0, 0)
+        self.counters = self.residency.counters
+        self._hits = np.zeros((2, len(PAGES)), np.int64)  # tokens found, and found at double
 
     # -- what a scheduler asks ----------------------------------------------------------------
 
@@ -183,9 +182,8 @@ class PrefixCache:
     def count(self, lease: Lease) -> None:
         """Count a lease in the statistics: once it is used, not each time one is tried for."""
         lease.counted = True
-        self._acquired += 1
-        self._hits = self._hits.plus(lease.sources)
-        self._hits_at_double = self._hits_at_double.plus(lease.at_double)
+        self.counters["acquired"] += 1
+        self._hits += [lease.sources, lease.at_double]
 
     def _root(self, namespace: str) -> Node:
         return self.tree.root(namespace, account_name(namespace))
@@ -251,7 +249,7 @@ class PrefixCache:
         lease.hold(page)
         if int(page[0]) != source:
             self.device.copy_page(source, int(page[0]))
-        self._copies += 1
+        self.counters["page_copies"] += 1
 
     def allocate(self, num_pages: int) -> PageIds:
         """Device pages for writing, at the expense of unused ones. All or nothing: OutOfPages."""
@@ -322,7 +320,8 @@ class PrefixCache:
         return format_tree(self.tree, max_nodes)
 
     def stats(self) -> CacheStats:
-        tree, counters = self.tree, self.residency.counters
+        tree = self.tree
+        hits, at_double = (TokensByTier(*row) for row in self._hits.tolist())
         tiers = {level: t for level, t in enumerate(self.residency.tiers) if t.num_pages}
         evictable = {PAGES[level]: tree.evictable(level) for level in tiers}
         return CacheStats(
@@ -334,14 +333,9 @@ class PrefixCache:
             num_pins=len(self.pins),
             pinned_pages=self.pins.num_pages,
             ghost_pages={PAGES[level]: tree.ghosts.num_pages[level] for level in tiers},
-            acquired=self._acquired,
-            hit_tokens=self._hits,
-            hits_at_double=self._hits_at_double,
-            evicted_pages=counters["evicted"],
-            dropped_pages=counters["dropped"],
-            lost_pages=counters["lost"],
-            duplicate_pages=self.num_duplicates,
-            page_copies=self._copies,
+            hit_tokens=hits,
+            hits_at_double=at_double,
+            **self.counters,
         )
 
 

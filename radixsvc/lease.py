@@ -39,9 +39,6 @@ class TokensByTier(NamedTuple):
     def length(self) -> int:
         return self.device + self.host + self.disk
 
-    def plus(self, other: TokensByTier) -> TokensByTier:
-        return TokensByTier(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 NONE = TokensByTier(0, 0, 0)
 
@@ -135,7 +132,7 @@ class Lease:
         cache.device.publish(ours[added])
         if not added.all():
             cache.device.free(ours[~added])
-            cache.num_duplicates += len(ours) - int(added.sum())
+            cache.counters["duplicate_pages"] += len(ours) - int(added.sum())
             self._table[start : start + len(kept)] = kept
         self.num_locked = start + len(kept)
         cache.residency.enforce_quota(self.node.account)

@@ -108,9 +108,6 @@ class Children:
         for chunk in self._chunks:
             yield from chunk
 
-    def __len__(self) -> int:
-        return sum(map(len, self._chunks))
-
 
 class Account:
     """Pages and victims of the namespaces that share a quota; all without one share one.

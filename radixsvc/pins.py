@@ -51,15 +51,17 @@ class Pins:
         found = tree.match(namespace, tokens)
         if found.length == 0:
             return 0
-        new = sum(tree.num_pages(n) for n in tree.path(found.node) if not n.pins)
-        if not found.node.pins:
-            new -= tree.num_pages(found.node) - found.used // tree.page_bytes
+        node = tree.lock(found.node, found.used)
+        path = tree.path(node)
+        new = sum(tree.num_pages(n) for n in path if not n.pins)
         if self.num_pages + new > self.max_pages:
+            tree.unlock(node)
             raise PinLimit(
                 f"{new} pages more would be pinned beside {self.num_pages}; {self.max_pages} may "
                 "be. Unpin something or raise the limit."
             )
-        node = tree.pin(found.node, found.used)
+        for one in path:
+            one.pins += 1
         self.num_pages += new
         self.remove(namespace, tokens)
         self._pins[namespace, tokens] = Pin(node, time.monotonic() + ttl)
@@ -74,8 +76,10 @@ class Pins:
         tree, account = self.tree, pin.node.account
         if not pin.locked:
             tree.lock(pin.node, len(pin.node.tokens))
-        self.num_pages -= sum(tree.num_pages(n) for n in tree.path(pin.node) if n.pins == 1)
-        tree.unpin(pin.node)
+        for one in tree.path(pin.node):
+            one.pins -= 1
+            self.num_pages -= 0 if one.pins else tree.num_pages(one)
+        tree.unlock(pin.node)
         self.residency.enforce_quota(account)
         return True
 

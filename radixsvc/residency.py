@@ -91,11 +91,11 @@ class Residency(Transfers):
             while most and self.mover.seconds(self.device, host, most) > DEMOTION_WAIT_S:
                 most //= 2
             tails = self._tails(self.tree.victims(DEVICE, account), num_pages)
-            self.counters["dropped"] += self._copy_down(tails, DEVICE, HOST, most)
+            self.counters["dropped_pages"] += self._copy_down(tails, DEVICE, HOST, most)
         # The same pages, but maybe of other nodes: room on the host may have merged some.
         evicted = self.tree.evict(num_pages, account)
         self.free_dropped()
-        self.counters["evicted"] += evicted
+        self.counters["evicted_pages"] += evicted
         return evicted
 
     def _tails(self, victims: Iterable[Node], num_pages: int) -> list[tuple[Node, int]]:

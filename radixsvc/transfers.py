@@ -8,7 +8,6 @@ arrive is detached, with whatever lies behind it: a miss, never an answer.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,6 +24,9 @@ from tiers.mover import Mover, Ticket
 from tiers.page import PageIds, PageState
 
 Levels = npt.NDArray[np.int8]  # of pages along a path
+COUNTERS = (
+    "acquired", "evicted_pages", "dropped_pages", "lost_pages", "duplicate_pages", "page_copies",
+)  # fmt: skip
 Span = tuple[Node, PageIds]  # a node and places of pages in it
 
 
@@ -75,7 +77,7 @@ class Transfers:
         self.device = device
         self.tiers: list[Tier] = [device, Tier("host", 0, 0), Tier("disk", 0, 0)]
         self.policy = TierPolicy(write="none", promote="never")
-        self.counters: Counter[str] = Counter()
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self.under_way: set[Ticket] = set()
         if lower is not None:
             for level, tier in ((HOST, lower.host), (DISK, lower.disk)):
@@ -117,7 +119,7 @@ class Transfers:
         for ticket in tickets:
             self.under_way.remove(ticket)
             failed = ticket.target_pages[~ticket.ok]
-            self.counters["lost"] += len(failed)
+            self.counters["lost_pages"] += len(failed)
             lost[self.tiers.index(ticket.target)].append(failed)
             lost[self.tiers.index(ticket.source)].append(ticket.source_pages[ticket.bad])
         pages = [np.concatenate(ids) for ids in lost]

@@ -165,19 +165,6 @@ class RadixTree(Structure):
             node = parent
         self._drop_root_if_bare(node)
 
-    def pin(self, node: Node, used: int) -> Node:
-        """Lock a path, and keep it on the tiers below the device until `unpin`; see `lock`."""
-        end = self.lock(node, used)
-        for one in self.path(end):
-            one.pins += 1
-        return end
-
-    def unpin(self, node: Node) -> None:
-        """Undo `pin`, given its result while that is locked."""
-        for one in self.path(node):
-            one.pins -= 1
-        self.unlock(node)
-
     def insert(self, node: Node, tokens: bytes, pages: bytes, priority: int = 0) -> Inserted:
         """Add device `pages` for `tokens` behind a node that the caller has locked to its end.
 

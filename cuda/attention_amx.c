@@ -23,6 +23,8 @@ static inline __attribute__((always_inline)) __m512 reduce_lanes(__m512 x, int m
 }
 #include "attention_body.h"
 
+/* Lines asked for with two tiles of keys or values; as many again are while values are packed. */
+enum { ASK_BY_KEYS = 8, ASK_BY_VALUES = 6 };
 enum { COLUMNS = MAX_ROWS / 4, TILE = 512 /* bf16 */, CHUNKS = BLOCK / 32 };
 /* Tile registers, as macros since their names go to the assembler. Values lie in K0 and K1. */
 #define S0 0
@@ -131,7 +133,7 @@ static void amx_prepare(const struct rx_tile *t, void *memory) {
 }
 
 /* s of 32 tokens and one column of rows, whose queries are q. */
-INLINE void amx_logits(const uint16_t *q, int width, const char *const *k, int dim, float *s) {
+INLINE void amx_logits(const uint16_t *q, int width, const char *const *k, int dim, float *s, struct ahead *ahead) {
     finish_stores();
     _tile_zero(S0);
     _tile_zero(S1);
@@ -139,6 +141,7 @@ INLINE void amx_logits(const uint16_t *q, int width, const char *const *k, int d
         _tile_loadd(Q, q + d * width, 4 * width);
         _tile_loadd(K0, k[0] + 2 * d, 2 * dim);
         _tile_loadd(K1, k[1] + 2 * d, 2 * dim);
+        for (int i = 0; i < ASK_BY_KEYS; i++) ask(ahead);
         _tile_dpbf16ps(S0, K0, Q);
         _tile_dpbf16ps(S1, K1, Q);
     }
@@ -195,7 +198,7 @@ INLINE void pack_compact_weights(const float *s, int chunks, uint16_t *p) {
 /* A head's values of pairs of tokens, interleaved: tiles of [16 pairs][16 dims][2], the first of
  * two with dims 0-3, 8-11, 16-19, 24-27 of 32, the second with the others. */
 static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, const struct block *b,
-                        const struct block *next, int head, int pos, int dim, int chunks) {
+                        struct ahead *ahead, int head, int pos, int dim, int chunks) {
     const int64_t from = head * t->head_bytes;
     for (int i = 0; i < chunks * 16; i++) {
         const char *v[2];
@@ -206,9 +209,9 @@ static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, co
                             ? t->v + from + row_at(t, pos + j)
                             : b->v[j / RUN] + from + j % RUN * t->row_bytes;
         }
-        fetch(t, next, 2 * i, 2, head);
         uint16_t *to = a->v + i / 16 * dim * 32 + i % 16 * 32;
         for (int d = 0; d < dim; d += 32, to += 2 * TILE) {
+            ask(ahead);
             const __m512i x = _mm512_loadu_si512(v[0] + 2 * d);
             const __m512i y = _mm512_loadu_si512(v[1] + 2 * d);
             _mm512_store_si512(to, _mm512_unpacklo_epi16(x, y));
@@ -218,12 +221,13 @@ static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, co
 }
 
 /* o of one column of rows and of 32 dims += weights . values. */
-INLINE void amx_outputs(const struct amx_scratch *a, float *o, int dim, int d, int chunks) {
+INLINE void amx_outputs(const struct amx_scratch *a, float *o, int dim, int d, int chunks, struct ahead *ahead) {
     _tile_loadd(O0, o + d, 4 * dim);
     _tile_loadd(O1, o + d + 16, 4 * dim);
     for (int c = 0; c < chunks; c++) {
         const uint16_t *v = a->v + (c * dim + d) * 32;
         _tile_loadd(P, a->p + c * TILE, 64);
+        for (int i = 0; i < ASK_BY_VALUES; i++) ask(ahead);
         _tile_loadd(K0, v, 64);
         _tile_loadd(K1, v + TILE, 64);
         _tile_dpbf16ps(O0, P, K0);
@@ -250,7 +254,7 @@ static void open_keys(const struct rx_tile *t, const struct amx_scratch *a, cons
     }
 }
 
-static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end, int ahead) {
+static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end, int up_to) {
     struct amx_scratch *a = amx_carve(t->layer, memory);
     const int dim = t->layer->head_dim, width = width_of(t), columns = columns_of(t);
     struct tile_config mine = {.palette = 1}, before;
@@ -268,15 +272,15 @@ static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end
         const struct block *now = &blocks[turn], *next = &blocks[turn ^ 1];
         const int chunks = (now->n + 31) / 32, tokens = chunks * 32;
         const int masked = pos < t->max_low || pos + tokens > t->min_high;
-        locate(t, pos + BLOCK, pos + BLOCK < ahead ? ahead : pos + BLOCK, &blocks[turn ^ 1]);
+        locate(t, pos + BLOCK, pos + BLOCK < up_to ? up_to : pos + BLOCK, &blocks[turn ^ 1]);
         for (int head = 0; head < t->num_heads; head++) {
             const char *k[BLOCK / 16];
+            struct ahead ahead = ahead_of(t, now, next, head);
             open_keys(t, a, now, head, pos, dim, k);
             for (int i = 0; i < tokens; i += 32)
                 for (int c = 0; c < columns; c++)
                     amx_logits(a->q + (head * columns + c) * dim * width, width, k + i / 16, dim,
-                               a->s + (c * BLOCK + i) * width);
-            pack_values(t, a, now, next, head, pos, dim, chunks);
+                               a->s + (c * BLOCK + i) * width, &ahead);
             for (int c = 0; c < columns; c++) {
                 const int at = head * columns + c;
                 const vi *low = masked ? &a->low[c] : NULL;
@@ -291,13 +295,14 @@ static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end
                                 &a->l[at]);
                     pack_weights(s, chunks, a->p);
                 }
+                if (c == 0) pack_values(t, a, now, &ahead, head, pos, dim, chunks);
                 const int rows = t->num_rows - c * 16 < width ? t->num_rows - c * 16 : width;
                 if (pos > begin && _mm512_cmp_ps_mask(fix, splat(1), _CMP_NEQ_UQ))
                     for (int r = 0; r < rows; r++)
                         for (int d = r * dim; d < (r + 1) * dim; d += 16)
                             store(o + d, load(o + d) * fix[r]);
                 finish_stores();
-                for (int d = 0; d < dim; d += 32) amx_outputs(a, o, dim, d, chunks);
+                for (int d = 0; d < dim; d += 32) amx_outputs(a, o, dim, d, chunks, &ahead);
             }
         }
     }

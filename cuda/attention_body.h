@@ -202,16 +202,37 @@ static void locate(const struct rx_tile *t, int begin, int end, struct block *b)
     }
 }
 
-/* Asks for `tokens` keys and values of a head from the i-th on, between computations: so many loads
- * at once would wait for each other and keep the processor. */
-INLINE void fetch(const struct rx_tile *t, const struct block *b, int i, int tokens, int head) {
-    if (t->page_size % RUN != 0 || i >= b->n) return;
-    const int64_t from = head * t->head_bytes + i % RUN * t->row_bytes;
-    const char *k = b->k[i / RUN] + from, *v = b->v[i / RUN] + from;
-    for (int64_t at = 0; at < tokens * t->row_bytes; at += 64) {
-        __builtin_prefetch(k + at, 0, 2);
-        __builtin_prefetch(v + at, 0, 2);
+/* The lines of what is computed next, a block's next head or the next block's first. They are asked
+ * for between computations, one of keys and one of values at a time: many at once wait for each
+ * other and keep the processor. They are few enough to be in the cache still when used. */
+struct ahead {
+    const struct block *block;
+    int64_t from, run_lines; /* bytes to the head's first token in a run; lines of a run */
+    int64_t left;            /* lines of the current run */
+    int run, runs;
+    const char *k, *v;
+};
+
+INLINE struct ahead ahead_of(const struct rx_tile *t, const struct block *now,
+                             const struct block *next, int head) {
+    const int is_last = head + 1 == t->num_heads;
+    const struct block *block = is_last ? next : now;
+    return (struct ahead){.block = block,
+                          .from = is_last ? 0 : (head + 1) * t->head_bytes,
+                          .run_lines = RUN * t->row_bytes / 64,
+                          .runs = t->page_size % RUN == 0 ? (block->n + RUN - 1) / RUN : 0};
+}
+
+INLINE void ask(struct ahead *a) {
+    if (a->left == 0) {
+        if (a->run == a->runs) return;
+        a->k = a->block->k[a->run] + a->from;
+        a->v = a->block->v[a->run++] + a->from;
+        a->left = a->run_lines;
     }
+    __builtin_prefetch(a->k, 0, 2);
+    __builtin_prefetch(a->v, 0, 2);
+    a->k += 64, a->v += 64, a->left--;
 }
 
 /* A head's runs of `now` in fp32: where they lie, or widened in scratch. Values of no token
@@ -243,13 +264,15 @@ static void open_block(const struct rx_tile *t, struct scratch *s, const struct 
 }
 
 /* s[vecs][tokens] = q . k over `groups` of 4 floats. */
-INLINE void logits(const float *q, int groups, const float *k, float *s, int vecs, int tokens) {
+INLINE void logits(const float *q, int groups, const float *k, float *s, int vecs, int tokens,
+                   struct ahead *ahead) {
     vf acc[24], kg[8];
 #pragma GCC unroll 64
     for (int i = 0; i < vecs * tokens; i++) acc[i] = (vf){0};
     for (int g = 0; g < groups; g++) {
 #pragma GCC unroll 8
         for (int i = 0; i < tokens; i++) kg[i] = bcast4(k + 4 * (i * groups + g));
+        ask(ahead);
 #pragma GCC unroll 8
         for (int r = 0; r < vecs; r++) {
             const vf qg = load(q + (r * groups + g) * VL);
@@ -268,7 +291,7 @@ INLINE void logits(const float *q, int groups, const float *k, float *s, int vec
 
 /* o[vecs][groups] = o * fix + p . v over the n tokens of a block. */
 INLINE void outputs(const float *p, const float *const *v, int n, int at, float *o, int o_groups,
-                    const vf *fix, int vecs, int groups) {
+                    const vf *fix, int vecs, int groups, struct ahead *ahead) {
     vf acc[24], weights[4], w[4];
 #pragma GCC unroll 8
     for (int r = 0; r < vecs; r++)
@@ -283,6 +306,7 @@ INLINE void outputs(const float *p, const float *const *v, int n, int at, float 
         for (int j = 0; j < 4; j++, vj += 4 * o_groups) {
 #pragma GCC unroll 8
             for (int r = 0; r < vecs; r++) w[r] = spread(weights[r], j);
+            for (int g = 0; g < groups; g += 8) ask(ahead);
 #pragma GCC unroll 16
             for (int g = 0; g < groups; g++) {
                 const vf vg = bcast4(vj + 4 * g);
@@ -334,16 +358,13 @@ INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, enum layout 
 }
 
 static void all_logits(const struct rx_tile *t, const struct scratch *s, const float *q,
-                       const float *const *k, int n, int groups, const struct block *next,
-                       int head) {
+                       const float *const *k, int n, int groups, struct ahead *ahead) {
     const int vecs = vecs_of_head(t);
     int r = 0;
-#define LOGITS(VECS, TOKENS)                                                         \
-    for (int i = 0; i < n; i += TOKENS) {                                            \
-        if (r == 0) fetch(t, next, i, TOKENS, head);                                 \
+#define LOGITS(VECS, TOKENS)                                                           \
+    for (int i = 0; i < n; i += TOKENS)                                                \
         logits(q + (size_t)r * groups * VL, groups, k[i / RUN] + i % RUN * 4 * groups, \
-               s->s + (r * GROUPS + i / 4) * VL, VECS, TOKENS);                      \
-    }                                                                                \
+               s->s + (r * GROUPS + i / 4) * VL, VECS, TOKENS, ahead);                 \
     r += VECS
     while (vecs - r >= LOGIT_VECS) { LOGITS(LOGIT_VECS, 4); }
     while (vecs - r >= 2) { LOGITS(2, 4); }
@@ -351,15 +372,16 @@ static void all_logits(const struct rx_tile *t, const struct scratch *s, const f
 #undef LOGITS
 }
 
-static void all_outputs(const struct scratch *s, float *o, const float *const *v, int n, int groups,
-                        int vecs) {
+static void all_outputs(const struct rx_tile *t, const struct scratch *s, float *o,
+                        const float *const *v, int n, int groups, struct ahead *ahead) {
+    const int vecs = vecs_of_head(t);
     for (int r = 0; r < vecs;) {
         const int take = vecs - r >= OUTPUT_VECS ? OUTPUT_VECS : 1;
         int g = 0;
 #define OUTPUTS(VECS, NUM)                                                                  \
     for (; groups - g >= NUM; g += NUM)                                                     \
     outputs(s->s + (size_t)r * GROUPS * VL, v, n, 4 * g, o + ((size_t)r * groups + g) * VL, \
-            groups, s->fix + r, VECS, NUM)
+            groups, s->fix + r, VECS, NUM, ahead)
         if (take == OUTPUT_VECS) {
             OUTPUTS(OUTPUT_VECS, OUTPUT_GROUPS);
             OUTPUTS(OUTPUT_VECS, 1);
@@ -374,7 +396,7 @@ static void all_outputs(const struct scratch *s, float *o, const float *const *v
 }
 
 static inline void body_attend(const struct rx_tile *t, void *memory, int begin, int end,
-                               int ahead) {
+                               int up_to) {
     struct scratch *s = carve(t, memory);
     const struct rx_layer *layer = t->layer;
     const int dim = padded_dim(layer), groups = dim / 4, vecs = vecs_of_head(t);
@@ -386,17 +408,18 @@ static inline void body_attend(const struct rx_tile *t, void *memory, int begin,
         const struct block *now = &blocks[turn], *next = &blocks[turn ^ 1];
         const int padded = (now->n + RUN - 1) / RUN * RUN;
         const int masked = pos < t->max_low || pos + padded > t->min_high;
-        locate(t, pos + BLOCK, pos + BLOCK < ahead ? ahead : pos + BLOCK, &blocks[turn ^ 1]);
+        locate(t, pos + BLOCK, pos + BLOCK < up_to ? up_to : pos + BLOCK, &blocks[turn ^ 1]);
         for (int head = 0, first = 0; head < t->num_heads; head++, first += vecs) {
             const float *k[BLOCK / RUN], *v[BLOCK / RUN];
+            struct ahead ahead = ahead_of(t, now, next, head);
             open_block(t, s, now, head, pos, dim, k, v);
-            all_logits(t, s, s->q + (size_t)first * groups * VL, k, padded, groups, next, head);
+            all_logits(t, s, s->q + (size_t)first * groups * VL, k, padded, groups, &ahead);
             for (int r = 0; r < vecs; r++)
                 s->fix[r] =
                     weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, QUADS, pos,
                           masked ? &s->low[r] : NULL, &s->high[r], &s->m[first + r],
                           &s->l[first + r]);
-            all_outputs(s, s->o + (size_t)first * groups * VL, v, padded, groups, vecs);
+            all_outputs(t, s, s->o + (size_t)first * groups * VL, v, padded, groups, &ahead);
         }
     }
     for (int i = 0; i < t->num_heads * t->num_rows; i++) {

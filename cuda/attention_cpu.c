@@ -35,8 +35,8 @@ struct plan {
     int64_t item;       /* bytes of an element */
     int32_t group_size; /* query heads of a key/value head */
     int32_t stride;     /* floats of a partial result */
-    size_t scratch_bytes;
-    atomic_int out_of_memory;
+    size_t scratch_bytes; /* of a thread */
+    char *scratch;
     float *slots;
     struct run *runs;
     int32_t num_runs;
@@ -131,7 +131,8 @@ static char *cache_row(const struct plan *p, int s, int head, int value, int32_t
     return (char *)l->pool + at * p->item;
 }
 
-static void append_token(void *context, int64_t token) {
+static void append_token(void *context, int64_t token, int thread) {
+    (void)thread;
     const struct plan *p = context;
     const struct rx_layer *l = p->layer;
     const struct rx_batch *b = p->batch;
@@ -199,14 +200,8 @@ static void attend_split(const struct plan *p, const struct rx_tile *t, void *sc
     p->kernel->attend(t, scratch, begin, end, ahead < t->end ? ahead : t->end);
 }
 
-static void *scratch_of_thread(struct plan *p) {
-    void *scratch = rx_thread_memory(0, p->scratch_bytes);
-    if (!scratch) atomic_store(&p->out_of_memory, 1);
-    return scratch;
-}
-
 /* Round one: a split of a run, for one tile of its rows. */
-static void store_split(void *context, int64_t job) {
+static void store_split(void *context, int64_t job, int thread) {
     struct plan *p = context;
     const struct rx_batch *b = p->batch;
     const int i = owner(p->first_job, p->num_runs, job);
@@ -217,8 +212,7 @@ static void store_split(void *context, int64_t job) {
     const int split = run->first_split + (int)(at / chunks % run->num_splits);
     int32_t skip = (int32_t)(at / chunks / run->num_splits) * MAX_ROWS;
     const int32_t left = run->num_rows - skip, rows = left < MAX_ROWS ? left : MAX_ROWS;
-    void *scratch = scratch_of_thread(p);
-    if (!scratch) return;
+    void *scratch = p->scratch + thread * p->scratch_bytes;
     struct rx_tile t;
     open_tile(p, &t, run->seqs[0], head, run->heads);
     for (int j = 0; t.num_rows < rows; j++) {
@@ -237,10 +231,9 @@ static void store_split(void *context, int64_t job) {
 }
 
 /* Round two: a tile, [heads][tile of rows] of each sequence. */
-static void finish_tile(void *context, int64_t job) {
+static void finish_tile(void *context, int64_t job, int thread) {
     struct plan *p = context;
-    char *scratch = scratch_of_thread(p);
-    if (!scratch) return;
+    char *scratch = p->scratch + thread * p->scratch_bytes;
     const int s = owner(p->first_tile, p->batch->num_seqs, job);
     const int32_t of_seq = q_len(p->batch, s) * p->group_size;
     const int tiles = num_tiles(of_seq), heads = heads_of_tile(p, of_seq, INT32_MAX);
@@ -333,7 +326,7 @@ const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch
         const int64_t bytes = batch->num_tokens * p.item * layer->head_dim * layer->kv_heads;
         if (bytes > SERIAL_APPEND_BYTES) rx_parallel(batch->num_tokens, append_token, &p);
         else
-            for (int64_t token = 0; token < batch->num_tokens; token++) append_token(&p, token);
+            for (int64_t token = 0; token < batch->num_tokens; token++) append_token(&p, token, 0);
     }
     const size_t n = (size_t)batch->num_seqs, runs = n + (size_t)batch->num_groups;
     char *tables = malloc(n * sizeof *p.first_slot + runs * sizeof *p.runs +
@@ -348,13 +341,18 @@ const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch
     int32_t tiles;
     int64_t slots;
     const int32_t jobs = make_plan(&p, &tiles, &slots);
-    p.slots = slots ? rx_thread_memory(1, (size_t)slots * p.stride * 4) : NULL;
-    if (slots && !p.slots) {
+    p.scratch_bytes = (p.scratch_bytes + 63) / 64 * 64;
+    const size_t of_threads = (size_t)rx_num_threads() * p.scratch_bytes;
+    char *memory = malloc(64 + of_threads + (size_t)slots * p.stride * 4);
+    if (!memory) {
         free(tables);
         return no_memory;
     }
+    p.scratch = (char *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
+    p.slots = (float *)(p.scratch + of_threads);
     rx_parallel(jobs, store_split, &p);
     rx_parallel(tiles, finish_tile, &p);
+    free(memory);
     free(tables);
-    return atomic_load(&p.out_of_memory) ? no_memory : NULL;
+    return NULL;
 }

@@ -81,7 +81,8 @@ static int64_t tokens_a_job(const struct rx_rows *r) {
     return 1 + ELEMS_A_JOB / ((int64_t)r->num_heads * r->dim);
 }
 
-static void run_job(void *context, int64_t job) {
+static void run_job(void *context, int64_t job, int thread) {
+    (void)thread;
     const struct rx_rows *r = context;
     const int64_t step = tokens_a_job(r), begin = job * step;
     const int64_t end = begin + step < r->num_tokens ? begin + step : r->num_tokens;

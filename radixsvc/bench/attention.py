@@ -163,7 +163,7 @@ class Paged:
         q_len: int,
         *,
         shared_len: int = 0,
-        max_layers: int = 64,
+        max_layers: int = 1024,
     ) -> None:
         q_heads, kv_heads, head_dim = heads
         num_shared = shared_len // PAGE_SIZE

@@ -41,7 +41,6 @@ async def server(answer: Callable[[dict[str, Any]], list[Any] | int]) -> AsyncIt
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", handle)
-    app.router.add_post("/v1/completions", handle)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -160,7 +159,7 @@ async def test_calls_in_rotation_take_turns() -> None:
 
     async def session(name: str, send: Any) -> None:
         for turn in "12":
-            await send(Call(name + turn, 0, 1))
+            await send(Call(name + turn, 0, 1, []))
 
     async def send(call: Call) -> list[Reply]:
         order.append(call.key)
@@ -229,24 +228,17 @@ def write_trace(path: Path, *requests: tuple[int, list[int]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["text", "tokens"])
-async def test_a_trace_is_replayed_with_its_shared_blocks(tmp_path: Path, form: str) -> None:
+async def test_a_trace_is_replayed_with_its_shared_blocks(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.jsonl", (600, [0, 1]), (1100, [0, 2, 3]))
-    args = arguments("--workload", "trace", "--trace", str(path), "--prompt-as", form)
+    args = arguments("--workload", "trace", "--trace", str(path))
     args.speed, args.scale = 10.0, 0.5
     sessions = workloads.build_workload(args)
     assert [s.start for s in sessions] == [0.0, 0.1]
-    first, second = await collect(sessions)
-    if form == "tokens":
-        assert first.tokens is not None
-        assert second.tokens is not None
-        assert (len(first.tokens), len(second.tokens)) == (300, 550)
-        assert (first.tokens[:256] == second.tokens[:256]).all()
-        assert first.tokens[256] != second.tokens[256]
-    else:
-        one, two = (call.messages[0]["content"].split() for call in (first, second))
-        assert (len(one), len(two)) == (300, 550)
-        assert one[:256] == two[:256]
+    calls = await collect(sessions)
+    one, two = (call.messages[0]["content"].split() for call in calls)
+    assert (len(one), len(two)) == (300, 550)
+    assert one[:256] == two[:256]
+    assert one[256:] != two[256:300]
 
 
 def test_a_file_sets_a_workload_s_options(tmp_path: Path) -> None:
@@ -303,7 +295,7 @@ async def test_this_service_reuses_what_the_workloads_share(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     path = write_trace(tmp_path / "t.jsonl", (600, [0, 1]), (1100, [0, 2, 3]))
-    trace = ["--trace", str(path), "--scale", "0.2", "--prompt-as", "tokens", "--vocab", "500"]
+    trace = ["--trace", str(path), "--scale", "0.1"]
     with RunningBackend(tiny_llama) as running:
         async with serving(running.backend) as (url, _):
             for name in workloads.NAMES:

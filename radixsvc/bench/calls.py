@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from radixsvc.request import Tokens
-
 Message = dict[str, Any]
 
 WORDS = (
@@ -31,7 +29,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Call:
-    """One request of a session. Either `messages` (chat) or `tokens` (a bare completion).
+    """One request of a session.
 
     `turn` counts from 0; later turns build on earlier replies. `key` names the call within its
     workload and seeds its sampling.
@@ -40,9 +38,8 @@ class Call:
     key: str
     turn: int
     max_tokens: int
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
-    tokens: Tokens | None = None
     temperature: float = 0.0
     n: int = 1
 
@@ -68,8 +65,6 @@ class Reply:
 
 def rendered(call: Call) -> str:
     """A prompt as one string in which a shared prefix is a shared prefix; a word for a token."""
-    if call.tokens is not None:
-        return "".join(map(chr, call.tokens.tolist()))
     tools = sorted(json.dumps(tool, sort_keys=True) for tool in call.tools)
     return " ".join([*tools, *map(rendered_message, call.messages)])
 

@@ -180,9 +180,9 @@ class LoadClient:
         return replies
 
     async def _stream(self, call: Call, record: Measured, answers: list[Answer]) -> None:
-        path, body = self._request(call)
+        url = f"{self.url}/v1/chat/completions"
         started = last = time.perf_counter()
-        async with self.http.post(f"{self.url}{path}", json=body) as response:
+        async with self.http.post(url, json=self._body(call)) as response:
             if response.status != 200:
                 raise ServerSaidNo(f"HTTP {response.status} {(await response.text())[:200]}")
             async for event in events(response.content):
@@ -199,9 +199,10 @@ class LoadClient:
                     last = now
         record.total = time.perf_counter() - started
 
-    def _request(self, call: Call) -> tuple[str, dict[str, Any]]:
+    def _body(self, call: Call) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
+            "messages": call.messages,
             "max_tokens": call.max_tokens,
             "temperature": call.temperature,
             "seed": call.seed,
@@ -211,11 +212,9 @@ class LoadClient:
         }
         if call.n > 1:
             body["n"] = call.n
-        if call.tokens is not None:
-            return "/v1/completions", {**body, "prompt": call.tokens.tolist()}
         if call.tools:
             body["tools"] = call.tools
-        return "/v1/chat/completions", {**body, "messages": call.messages}
+        return body
 
 
 class ServerSaidNo(Exception):
@@ -232,7 +231,7 @@ class Answer:
     def take(self, choice: dict[str, Any]) -> bool:
         """Add a chunk's choice; True where it carries content of any kind."""
         delta = choice.get("delta") or {}
-        content = choice.get("text") or delta.get("content") or ""
+        content = delta.get("content") or ""
         self.parts.append(content)
         for call in delta.get("tool_calls") or ():
             whole = self.calls.setdefault(

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,43 +57,28 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
 
 
 def replay(args: argparse.Namespace) -> list[Session]:
-    """A trace's requests at their own times; text or token ids drawn from the blocks' ids.
+    """A trace's requests at their own times, their texts drawn from the blocks' ids.
 
     `scale` shrinks every block and output, so that a small machine can follow.
     """
-    sessions = []
-    for i, line in enumerate(read_trace(Path(args.trace[0]), args.limit)):
-        out = max(1, round(min(line.output_len, args.out or line.output_len) * args.scale))
-        call = partial(Call, f"replay {i}", 0, out)
-        if args.prompt_as == "tokens":
-            call = partial(call, tokens=block_tokens(line, args.scale, args.vocab))
-        else:
-            call = partial(call, messages=[user(block_text(line, args.scale))])
-        sessions.append(Session(partial(_send_one, call), line.time / args.speed))
-    return sessions
+    lines = enumerate(read_trace(Path(args.trace[0]), args.limit))
+    return [Session(partial(_send, args, i, line), line.time / args.speed) for i, line in lines]
 
 
-async def _send_one(call: Callable[[], Call], send: Send) -> None:
-    await send(call())
-
-
-def block_sizes(line: TraceLine, scale: float) -> list[int]:
-    """Tokens of each block; all but the last are whole, and never less than one."""
-    whole = max(1, round(BLOCK_TOKENS * scale))
-    last = line.input_len - BLOCK_TOKENS * (len(line.blocks) - 1)
-    return [whole] * (len(line.blocks) - 1) + [max(1, round(last * scale))]
+async def _send(args: argparse.Namespace, index: int, line: TraceLine, send: Send) -> None:
+    out = max(1, round(min(line.output_len, args.out or line.output_len) * args.scale))
+    prompt = user(block_text(line, args.scale))
+    await send(Call(f"replay {index}", 0, out, [prompt]))
 
 
 def block_text(line: TraceLine, scale: float) -> str:
-    """A word for a token: the words are common, so most are one token to most tokenizers."""
-    parts = zip(line.blocks, block_sizes(line, scale), strict=True)
-    return " ".join(text(random.Random(f"block {block}"), size) for block, size in parts)
+    """A word for a token: the words are common, so most are one token to most tokenizers.
 
-
-def block_tokens(line: TraceLine, scale: float, vocab_size: int) -> Tokens:
-    """Token ids in the vocabulary's upper half, clear of special tokens."""
-    parts = [
-        np.random.default_rng(int(block)).integers(vocab_size // 2, vocab_size, size)
-        for block, size in zip(line.blocks, block_sizes(line, scale), strict=True)
-    ]
-    return np.concatenate(parts).astype(np.int32)
+    All blocks but the last are whole, and none is empty.
+    """
+    last = line.input_len - BLOCK_TOKENS * (len(line.blocks) - 1)
+    sizes = [BLOCK_TOKENS] * (len(line.blocks) - 1) + [last]
+    return " ".join(
+        text(random.Random(f"block {block}"), max(1, round(size * scale)))
+        for block, size in zip(line.blocks, sizes, strict=True)
+    )

@@ -183,8 +183,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, help="requests of the trace to read")
     add("--speed", type=float, default=1.0, help="run the trace's clock this many times faster")
     add("--scale", type=float, default=1.0, help="shrink the trace's prompts and outputs")
-    add("--prompt-as", choices=("text", "tokens"), default="text", help="a trace's prompts")
-    add("--vocab", type=int, default=32_000, help="vocabulary for --prompt-as tokens")
 
 
 class _Workload(argparse.Action):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -20,10 +22,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._counters: dict[tuple[str, int], Counter] = {}  # looking labels up is not free
         self.requests = Counter(
             "radixsvc_requests", "HTTP requests", ["route", "status"], registry=self.registry
         )
+        self._labelled = functools.cache(self.requests.labels)  # looking labels up is not free
         self.first_token = Histogram(
             "radixsvc_time_to_first_token_seconds",
             "From the request's arrival to its first token",
@@ -39,10 +41,7 @@ class Metrics:
 
     def count(self, route: str, status: int) -> None:
         """One more HTTP request."""
-        counter = self._counters.get((route, status))
-        if counter is None:
-            counter = self._counters[route, status] = self.requests.labels(route, str(status))
-        counter.inc()
+        self._labelled(route, status).inc()
 
     def render(self, engine: EngineStats, cache: CacheStats) -> bytes:
         """The text of a scrape; `cache` comes from the engine's thread."""
@@ -58,17 +57,9 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, cache = self.engine, self.cache
-        sources = {n: getattr(stats.sources, n) for n in ("device", "host", "disk", "computed")}
+        sources = dataclasses.asdict(stats.sources)
         yield _labelled("prompt_tokens", "Prompt tokens by source", "source", sources)
         yield _labelled("finished_requests", "Requests by outcome", "reason", stats.finished)
-        counts = {
-            "steps": stats.steps,
-            "generated_tokens": stats.generated_tokens,
-            "recomputed_tokens": stats.recomputed_tokens,
-            "preemptions": stats.preemptions,
-        }
-        for name in ("evicted_pages", "dropped_pages", "lost_pages", "duplicate_pages"):
-            counts[name] = getattr(cache, name)
         yield _labelled(
             "hit_tokens_at_double",
             "Prompt tokens that a tier alone had given besides, were it twice as large",
@@ -82,8 +73,13 @@ class _Snapshot(Collector):
             for state, count in states.items():
                 pages.add_metric([tier, state], count)
         yield pages
-        for name, count in counts.items():
-            yield CounterMetricFamily(f"radixsvc_{name}", name.replace("_", " "), value=count)
+        for owner, names in (
+            (stats, "steps generated_tokens recomputed_tokens preemptions"),
+            (cache, "evicted_pages dropped_pages lost_pages duplicate_pages"),
+        ):
+            for name in names.split():
+                value, text = getattr(owner, name), name.replace("_", " ")
+                yield CounterMetricFamily(f"radixsvc_{name}", text, value=value)
         yield GaugeMetricFamily("radixsvc_waiting_requests", "In the queue", value=stats.waiting)
         yield GaugeMetricFamily("radixsvc_running_requests", "In steps", value=stats.running)
 

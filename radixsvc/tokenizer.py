@@ -22,8 +22,6 @@ from transformers import AutoTokenizer
 from radixsvc.errors import InvalidRequest, SetupError
 from radixsvc.request import Tokens
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
-
 
 class Tokenizer:
     """The tokenizer in a model's folder. SetupError where there is none that can be used.
@@ -77,7 +75,9 @@ class Tokenizer:
             b"" if skip_special and i in self._special else self.token_bytes(i)
             for i in (ids.tolist() if isinstance(ids, np.ndarray) else ids)
         )
-        return self._strip(data).decode(errors="replace")
+        if self.strips_first_space:
+            data = data.removeprefix(b" ")
+        return data.decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token adds to the text; none for an id that no token has."""
@@ -117,9 +117,6 @@ class Tokenizer:
             ) from error
         return self.encode(text, add_special=False)
 
-    def _strip(self, data: bytes) -> bytes:
-        return data[1:] if self.strips_first_space and data.startswith(b" ") else data
-
     def _spell(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
@@ -143,7 +140,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._decoder = _UTF8("replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.strips_first_space
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -168,10 +165,9 @@ def _byte_spelling() -> dict[str, int]:
     https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    spelling = {chr(byte): byte for byte in printable}
-    spelling.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
-    return spelling
+    others = (byte for byte in range(256) if byte not in printable)
+    spelled_others = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | spelled_others
 
 
 _BYTE_OF = _byte_spelling()

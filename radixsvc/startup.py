@@ -110,14 +110,13 @@ def build_lower(config: Config, device: DeviceTier, fingerprint: bytes) -> Lower
             host = HostTier(page_bytes, num_pages, pinning)
         if disk_bytes:
             blob_bytes = device.shape.page_size * TOKEN_BYTES + MAX_NAMESPACE_BYTES
-            disk = DiskTier(
-                Path(tiers.disk.path), page_bytes, disk_bytes, fingerprint, blob_bytes, pinning
-            )
+            folder = Path(tiers.disk.path)
+            disk = DiskTier(folder, page_bytes, disk_bytes, fingerprint, blob_bytes)
     except TierError as error:
         raise SetupError(str(error)) from None
     if host is None and disk is None:
         return None
-    mover = open_mover(device, host, disk)
+    mover = open_mover(device, host, disk, pinning=pinning)
     mover.probe()
     policy = TierPolicy(
         write=tiers.host.write_policy,

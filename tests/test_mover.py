@@ -384,7 +384,7 @@ def test_a_store_that_fails_is_a_miss(rig: Rig, monkeypatch: pytest.MonkeyPatch,
 def test_a_broken_copy_stream_is_raised_not_served(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.carry(rig.device, rig.fill([1]), rig.host)
-    rig.mover._to_host.stream._ops.put(lambda: 1 // 0)  # type: ignore[attr-defined]
+    rig.mover._streams[1]._ops.put(lambda: 1 // 0)  # type: ignore[attr-defined]
     rig.send(rig.device, rig.fill([2]), rig.host)
     with pytest.raises(CopyFailed):
         while True:
@@ -445,8 +445,8 @@ def test_on_a_gpu_bytes_survive_a_slow_writer_and_every_way(
     if not pinned:
         pinning = Pinning(lambda address, nbytes: False, pinning.unpin)
     host = HostTier(shape.nbytes, 64, pinning)
-    disk = DiskTier(tmp_path, shape.nbytes, 16 << 20, b"w" * 32, 100, pinning)
-    mover = open_mover(device, host, disk)
+    disk = DiskTier(tmp_path, shape.nbytes, 16 << 20, b"w" * 32, 100)
+    mover = open_mover(device, host, disk, pinning=pinning)
     mover.probe()
     order = np.random.default_rng(0).permutation(32).astype(np.int32)
     for way in ([host], [disk], [host, disk], [disk, host]):

@@ -53,14 +53,6 @@ class Pinning(NamedTuple):
     unpin: Callable[[int], None]
 
 
-class Footprint(NamedTuple):
-    """Bytes a tier holds, metadata and staging included."""
-
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-
-
 class Tier(PageLedger):
     """`num_pages` pages of `page_bytes` each."""
 
@@ -71,9 +63,6 @@ class Tier(PageLedger):
 
     def poll(self) -> None:
         """Take in what background work has made ready. Cheap; the engine thread calls it."""
-
-    def footprint(self) -> Footprint:
-        return Footprint()
 
     def close(self) -> None:
         """Stop background work and give everything back. No copy may be under way."""
@@ -127,13 +116,15 @@ class Chain:
 
     def records(self, n: int, places: slice = slice(None)) -> list[Record]:
         """Of the last `n` pages' records those at `places`; about 1 us a blob, once."""
+        begin, end, _ = places.indices(n)
+        first = len(self.blobs) - n
         with self._lock:
-            parent = self.parent
-            for depth, blob in enumerate(() if self._records else self.blobs, self.depth):
+            for blob in self.blobs[len(self._records) : first + end]:
+                parent = self._records[-1].digest if self._records else self.parent
                 digest = hashlib.sha256(parent + blob).digest()
+                depth = self.depth + len(self._records)
                 self._records.append(Record(digest, parent, depth, blob))
-                parent = digest
-            return self._records[len(self._records) - n :][places]
+            return self._records[first + begin : first + end]
 
 
 def huge_memory(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -149,6 +140,6 @@ def huge_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)[:nbytes]
 
 
-def pages_within(limit_bytes: int, page_bytes: int, reserved_bytes: int = 0) -> int:
-    """How many pages a limit holds, their ledger and `reserved_bytes` of staging included."""
-    return max(0, (limit_bytes - reserved_bytes) // (page_bytes + LEDGER_BYTES))
+def pages_within(limit_bytes: int, page_bytes: int) -> int:
+    """How many pages a limit holds, their ledger included."""
+    return limit_bytes // (page_bytes + LEDGER_BYTES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tiers.base import LEDGER_BYTES, Footprint, MemoryTier, huge_memory
+from tiers.base import MemoryTier, huge_memory
 from tiers.page import PageShape
 
 
@@ -22,10 +22,6 @@ class DeviceTier(MemoryTier):
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page onto another, ordered with the computation on the current stream."""
         self.pool[target].copy_(self.pool[source])
-
-    def footprint(self) -> Footprint:
-        """The pool's bytes on the device and the ledger's in host memory."""
-        return Footprint(self.num_pages * self.page_bytes, self.num_pages * LEDGER_BYTES)
 
 
 def _allocate(num_pages: int, shape: PageShape, device: torch.device) -> torch.Tensor:

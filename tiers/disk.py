@@ -14,23 +14,20 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tiers.base import (
-    LEDGER_BYTES,
     Bytes2D,
     Checksums,
-    Footprint,
     Mask,
-    Pinning,
     Record,
     StoredPage,
     Tier,
@@ -40,11 +37,10 @@ from tiers.base import (
 from tiers.page import PageIds
 from tiers.record import (
     BLOCK,
-    VERSION,
+    Header,
     Manifest,
-    Ours,
     are_ours,
-    digests_of,
+    common_header,
     fields,
     header_bytes,
     read_record,
@@ -56,7 +52,6 @@ log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 30
 MOST_SEGMENTS = 256  # of a new tier; each is an open file
-DIGEST_BYTES = 32
 SCAN_THREADS = 8
 SCAN_PAGES = 256  # at a time
 NO_CHECKSUM = -1
@@ -70,8 +65,8 @@ class DiskTier(Tier):
     found at start are READY, and `take_recovered` hands them to their owner.
     Raises TierError where another process has the folder.
 
-    `staging`, `write` and `read` are for the mover's workers. A batch is `n` slots in staging
-    memory, [n, slot_bytes] uint8, each with its page's bytes at `payload_offset`.
+    `write` and `read` are for the mover's workers. A batch is `n` slots, [n, slot_bytes] uint8,
+    each with its page's bytes at `payload_offset`, in memory aligned as direct I/O wants it.
     """
 
     def __init__(
@@ -81,19 +76,15 @@ class DiskTier(Tier):
         limit_bytes: int,
         fingerprint: bytes,
         max_blob_bytes: int,
-        pinning: Pinning | None = None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.payload_offset = header_bytes(max_blob_bytes)
         self.slot_bytes = self.payload_offset + round_up(page_bytes)
         self.off_reason: str | None = None
-        self.staging_is_pinned = True  # also where there is no GPU to pin it for
         self.generation = 0
         self._folder = folder
         self._fingerprint = fingerprint
-        self._pinning = pinning
         self._files: list[int] = []
-        self._staging: list[Bytes2D] = []
         self._lock_file = -1
         num_pages = max(0, limit_bytes - 2 * BLOCK) // self.slot_bytes
         slots = max(1, max(segment_bytes, limit_bytes // MOST_SEGMENTS) // self.slot_bytes)
@@ -104,7 +95,7 @@ class DiskTier(Tier):
             self._switch_off(error)
             num_pages = 0
         super().__init__("disk", num_pages, page_bytes)
-        self._digests = np.zeros((num_pages, DIGEST_BYTES), np.uint8)
+        self._digests = np.zeros(num_pages, "V32")
         self._recovered = self._scan()
 
     @property
@@ -116,15 +107,6 @@ class DiskTier(Tier):
         """The pages found at start, each after its parent; the caller owns them from now on."""
         recovered, self._recovered = self._recovered, []
         return recovered
-
-    def staging(self, n: int) -> Bytes2D:
-        """Memory for `n` slots, aligned for direct I/O and page-locked for the GPU's copies."""
-        memory = huge_memory(n * self.slot_bytes)
-        if self._pinning is not None and not self._pinning.pin(memory.ctypes.data, memory.nbytes):
-            self.staging_is_pinned = False
-            log.warning("disk tier: page-locking its staging memory was refused; copies are slower")
-        self._staging.append(batch := memory.reshape(n, self.slot_bytes))
-        return batch
 
     def write(
         self,
@@ -141,8 +123,8 @@ class DiskTier(Tier):
         ok = np.zeros(len(pages), np.bool_)
         if not self.writable:
             return ok
-        ours = self._ours._replace(generation=generation)
-        write_headers(batch[:, : self.payload_offset], ours, page_crcs, records)
+        common = self._common_header(generation)
+        write_headers(batch[:, : self.payload_offset], common, page_crcs, records)
         for lo, hi, segment, offset in self._runs(pages):
             data = batch[lo:hi]
             try:
@@ -154,7 +136,7 @@ class DiskTier(Tier):
                 self._switch_off(error)
                 break
             ok[lo:hi] = True
-        self._digests[pages[ok]] = digests_of(records)[ok]
+        self._digests[pages] = fields(batch)["digest"]
         return ok
 
     def read(self, pages: PageIds, batch: Bytes2D) -> npt.NDArray[np.int64]:
@@ -171,8 +153,8 @@ class DiskTier(Tier):
                 continue
             ok[lo : min(hi, lo + got // self.slot_bytes)] = True
         headers = batch[:, : self.payload_offset]
-        ok &= are_ours(headers, self._ours)
-        ok &= (fields(headers)["digest"] == self._digests[pages]).all(1)
+        ok &= are_ours(headers, self._common_header(self.generation))
+        ok &= fields(headers)["digest"] == self._digests[pages]
         return np.where(ok, fields(headers)["page_crc"].astype(np.int64), NO_CHECKSUM)
 
     def flush(self) -> None:
@@ -186,25 +168,15 @@ class DiskTier(Tier):
                 "files before the next start"
             ) from error
 
-    def footprint(self) -> Footprint:
-        """Files, and in host memory the ledger, the digests and the staging memory."""
-        host = self.num_pages * (LEDGER_BYTES + DIGEST_BYTES)
-        host += sum(batch.nbytes for batch in self._staging)
-        return Footprint(host=host, disk=self.num_pages * self.slot_bytes + 2 * BLOCK)
-
     def close(self) -> None:
         """Close the files and let go of the folder. No worker may be at it any more."""
-        if self._pinning is not None and self.staging_is_pinned:
-            for batch in self._staging:
-                self._pinning.unpin(batch.ctypes.data)
         for file in [*self._files, self._lock_file]:
             if file >= 0:
                 os.close(file)
         self._files, self._lock_file = [], -1
 
-    @property
-    def _ours(self) -> Ours:
-        return Ours(self.generation, self.page_bytes, self._fingerprint)
+    def _common_header(self, generation: int) -> Header:
+        return common_header(generation, self.page_bytes, self._fingerprint)
 
     def _runs(self, pages: PageIds) -> Iterator[tuple[int, int, int, int]]:
         """(lo, hi, segment, offset): pages[lo:hi] are neighbours there, one call reads them."""
@@ -251,8 +223,7 @@ class DiskTier(Tier):
 
     def _read_manifest(self, num_pages: int) -> None:
         """Take over generation and layout of what is there, or begin anew."""
-        path = self._folder / "manifest"
-        found = Manifest.decode(path.read_bytes()) if path.exists() else None
+        found = Manifest.read(self._folder / "manifest")
         if (
             found is None
             or (found.slot_bytes, found.header_bytes) != (self.slot_bytes, self.payload_offset)
@@ -266,10 +237,10 @@ class DiskTier(Tier):
             self.generation, self._slots = found.generation, found.slots_per_segment
 
     def _write_manifest(self) -> None:
-        layout = self.slot_bytes, self.payload_offset, self._slots
+        manifest = Manifest(self.generation, self.slot_bytes, self.payload_offset, self._slots)
         temporary = self._folder / "manifest.new"
         with open(temporary, "wb") as file:
-            file.write(Manifest(VERSION, self.generation, *layout).encode())
+            file.write(msgspec.json.encode(manifest))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._folder / "manifest")
@@ -291,21 +262,20 @@ class DiskTier(Tier):
                 kept[record.digest] = stored
         recovered = list(kept.values())
         found_pages = np.array([stored.page for stored in recovered], np.int32)
-        self._digests[found_pages] = digests_of([stored.record for stored in recovered])
+        self._digests[found_pages] = np.array([s.record.digest for s in recovered], "V32")
         self.publish(found_pages)
         self.free(np.setdiff1d(pages, found_pages))
         return recovered
 
     def _scan_headers(self, pages: PageIds) -> list[StoredPage]:
-        memory = np.frombuffer(mmap.mmap(-1, max(1, len(pages)) * self.payload_offset), np.uint8)
-        headers = memory.reshape(-1, self.payload_offset)
-        for header, page in zip(headers, pages.tolist(), strict=False):
+        headers = huge_memory(len(pages) * self.payload_offset).reshape(-1, self.payload_offset)
+        for header, page in zip(headers, pages.tolist(), strict=True):
             segment, slot = divmod(page, self._slots)
             try:
                 os.preadv(self._files[segment], [header.data], slot * self.slot_bytes)
             except OSError as error:
                 log.warning("disk tier: reading page %d at start failed: %s", page, error)
-        found = np.flatnonzero(are_ours(headers, self._ours))
+        found = np.flatnonzero(are_ours(headers, self._common_header(self.generation)))
         records = [(i, read_record(headers[i])) for i in found.tolist()]
         return [StoredPage(int(pages[i]), r) for i, r in records if r is not None]
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,22 +38,21 @@ from typing import Any
 
 import numpy as np
 
-from tiers.base import Chain, Mask, MemoryTier, PageView, Tier
+from tiers.base import Chain, Mask, MemoryTier, PageView, Pinning, Tier
 from tiers.copy import CopyStream, CpuStream, CudaStream, compute_fence
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
 from tiers.page import InvariantError, PageIds, PageState
-from tiers.store import Job, StoreQueue
+from tiers.store import READ, WRITE, DiskJob, StoreQueue, StreamJob
 
 Edge = tuple[str, str]  # names of the source and the target tier
 
 NUM_WORKERS = 4
-BATCH_BYTES = 2 << 20  # stays in a core's cache between copy and write
 MAX_QUEUED_BYTES = 1 << 30
 DISK_DEADLINE_S = 10.0
 PROBE_DEPTH = 1 << 31
-FIRST_GUESS_S_PER_BYTE = 1e-9  # until an edge was used or probed
+FIRST_GUESS_S_PER_BYTE = 1e-9  # until a lane was used or probed
 RATE_MEMORY = 0.8  # weight of the past at each new measurement
 
 
@@ -70,18 +68,15 @@ class Ticket:
     bad: Mask = field(init=False)
     cancelled: bool = False
     _settled: bool = False
-    _start: Any = None
-    _end: Any = None
     _deadline: float = math.inf
-    _jobs: list[Job] = field(default_factory=list)
+    _generation: int = 0
+    _jobs: Sequence[StreamJob | DiskJob] = ()  # that are not done
+    _began: float = math.inf
+    _ended: float = -math.inf
 
     def __post_init__(self) -> None:
         self.ok = np.zeros(len(self.source_pages), np.bool_)
         self.bad = np.zeros(len(self.source_pages), np.bool_)
-
-    @property
-    def edge(self) -> Edge:
-        return self.source.name, self.target.name
 
     @property
     def nbytes(self) -> int:
@@ -89,21 +84,37 @@ class Ticket:
 
 
 class _Lane:
-    """What queues up behind one another: a stream's copies, the disk's reads, or its writes."""
+    """What one tier sends another, on a copy stream or, where there is none, by the disk's workers.
 
-    def __init__(self, stream: CopyStream | None) -> None:
+    Lanes of one stream, or of none, queue up behind those of lower `rank` and of their own.
+    """
+
+    def __init__(self, stream: CopyStream | None, rank: int) -> None:
         self.stream = stream
+        self.rank = rank
         self.tickets: list[Ticket] = []
-        self.queued: Counter[Edge] = Counter()  # bytes
+        self.queued_bytes = 0
         self.last_end = -math.inf
+        self.forget()
+
+    def forget(self) -> None:
+        self._nbytes, self._seconds = 1.0, FIRST_GUESS_S_PER_BYTE
+
+    def learn(self, nbytes: int, seconds: float) -> None:
+        """Recent transfers weigh more, large ones too."""
+        self._nbytes = RATE_MEMORY * self._nbytes + nbytes
+        self._seconds = RATE_MEMORY * self._seconds + seconds
+
+    def seconds(self, nbytes: int) -> float:
+        return nbytes * self._seconds / self._nbytes
 
 
 class Mover:
     """Transfers between the `memory` tiers, the device first, and between them and `disk`.
 
     `promote` carries what goes to the device, `demote` all else; `fence` marks what the engine's
-    thread has enqueued so far (`tiers.copy.compute_fence`). `max_queued_bytes` bounds each lane; a
-    single ticket may exceed it when the lane is empty.
+    thread has enqueued so far (`tiers.copy.compute_fence`). `pinning` is for the workers' staging
+    memory. `max_queued_bytes` bounds each lane; a single ticket may exceed it when it is empty.
     """
 
     def __init__(
@@ -114,31 +125,36 @@ class Mover:
         demote: CopyStream,
         fence: Callable[[], Any],
         *,
+        pinning: Pinning | None = None,
         num_workers: int = NUM_WORKERS,
-        batch_bytes: int = BATCH_BYTES,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         disk_deadline_s: float = DISK_DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = list(memory)
         self._disk = disk
+        self._streams = promote, demote
         self._fence = fence
         self._max_queued_bytes = max_queued_bytes
         self._disk_deadline_s = disk_deadline_s
         self._clock = clock
         self._finished: list[Ticket] = []
-        self._rates: dict[Edge, tuple[float, float]] = {}  # seconds for so many bytes
         self._queue: StoreQueue | None = None
+        self._lanes: dict[Edge, _Lane] = {}
+        for tier in self._memory:
+            for other in {*self._memory} - {tier}:
+                stream = promote if other is self._memory[0] else demote
+                self._lanes[tier.name, other.name] = _Lane(stream, 0)
+            if disk is not None:
+                self._lanes[disk.name, tier.name] = _Lane(None, READ)
+                self._lanes[tier.name, disk.name] = _Lane(None, WRITE)
         if disk is not None:
-            self._queue = StoreQueue(disk, promote, demote, clock, num_workers, batch_bytes)
-        self._reads, self._writes = _Lane(None), _Lane(None)
-        self._to_device, self._to_host = _Lane(promote), _Lane(demote)
-        self._lanes = [self._to_device, self._to_host, self._reads, self._writes]
+            self._queue = StoreQueue(disk, promote, demote, pinning, clock, num_workers)
 
     @property
     def num_outstanding(self) -> int:
         """Tickets under way."""
-        return sum(not ticket._settled for lane in self._lanes for ticket in lane.tickets)
+        return sum(not t._settled for lane in self._lanes.values() for t in lane.tickets)
 
     # Submitting
 
@@ -164,45 +180,44 @@ class Mover:
             if (tier.states[pages] != state).any():
                 raise InvariantError(f"{tier.name} pages {pages} are not all {state.name}")
         ticket = Ticket(source, source_pages, target, target_pages)
-        lane = self._lane(source, target)
-        queued = lane.queued.total()
+        lane = self._lanes[source.name, target.name]
+        queued = lane.queued_bytes
         is_full = queued and queued + ticket.nbytes > self._max_queued_bytes
         if is_full or not self.available(source, target):
             return None
         source.add_readers(source_pages)
         target.add_readers(target_pages)
+        fence = self._fence()
         if lane.stream is not None:
-            lane.stream.wait(self._fence())
-            ticket._start = lane.stream.record()
-            lane.stream.copy(_view(source, source_pages), _view(target, target_pages))
-            ticket._end = lane.stream.record()
+            views = _view(source, source_pages), _view(target, target_pages)
+            ticket._jobs = [StreamJob(lane.stream, *views, fence)]
         else:
-            self._submit_jobs(ticket, chain)
-        lane.queued[ticket.edge] += ticket.nbytes
+            self._submit_to_disk(ticket, lane, chain, fence)
+        lane.queued_bytes += ticket.nbytes
         lane.tickets.append(ticket)
         return ticket
 
-    def _submit_jobs(self, ticket: Ticket, chain: Chain | None) -> None:
+    def _submit_to_disk(self, ticket: Ticket, lane: _Lane, chain: Chain | None, fence: Any) -> None:
         assert self._queue is not None
         disk = self._queue.disk
         tier, pages, stored = ticket.target, ticket.target_pages, ticket.source_pages
-        if ticket.target is disk:
+        if lane.rank == WRITE:
             tier, pages, stored = ticket.source, ticket.source_pages, ticket.target_pages
-        fence, n = self._fence(), len(pages)
-        step = self._queue.job_pages(n)
-        ticket._deadline = self._clock() + self._disk_deadline_s
+        n, step = len(pages), self._queue.batch_slots
+        jobs = []
         for at in (slice(i, i + step) for i in range(0, n, step)):
-            records = partial(chain.records, n, at) if chain and ticket.target is disk else None
-            job = Job(at, _view(tier, pages[at]), stored[at], records, disk.generation, fence)
-            ticket._jobs.append(job)
-        self._queue.put(ticket._jobs)
+            records = partial(chain.records, n, at) if chain and lane.rank == WRITE else None
+            memory = _view(tier, pages[at])
+            jobs.append(DiskJob(at, memory, stored[at], records, disk.generation, fence))
+        ticket._jobs, ticket._generation = jobs, disk.generation
+        ticket._deadline = self._clock() + self._disk_deadline_s
+        self._queue.put(lane.rank, jobs)
 
     def cancel(self, ticket: Ticket) -> None:
         """Give the target pages back; the ticket is not polled. Nothing if it was polled before."""
         if not ticket._settled:
             ticket.cancelled = True
-            if ticket._jobs:
-                self._is_over(ticket, self._lane(ticket.source, ticket.target))
+            self._is_over(ticket, self._lanes[ticket.source.name, ticket.target.name])
 
     # Finishing
 
@@ -210,7 +225,7 @@ class Mover:
         """Tickets that ended since the last call. Cheap where there are none."""
         for tier in self._memory:
             tier.poll()
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.tickets = [ticket for ticket in lane.tickets if not self._is_over(ticket, lane)]
         finished, self._finished = self._finished, []
         return finished
@@ -229,7 +244,7 @@ class Mover:
 
         The tiers may be closed afterwards.
         """
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             for ticket in lane.tickets:
                 self.cancel(ticket)
         end = time.monotonic() + timeout_s
@@ -237,54 +252,43 @@ class Mover:
             self.wait(end - time.monotonic())
         if self._queue is not None:
             self._queue.close(timeout_s)
-        for lane in self._lanes:
-            if lane.stream is not None:
-                lane.stream.close()
+        for stream in self._streams:
+            stream.close()
 
     def _is_over(self, ticket: Ticket, lane: _Lane) -> bool:
         """Bring a ticket up to date; whether nothing of it is under way any more."""
-        if lane.stream is not None:
-            if not lane.stream.query(ticket._end):
-                return False
-            ticket.ok[:] = True
-            self._learn(ticket, lane.stream.elapsed(ticket._start, ticket._end))
-            self._settle(ticket, lane)
-            return True
-        pending = [job for job in ticket._jobs if not job.done]
+        pending = []
         for job in ticket._jobs:
-            if job.failure is not None:
-                raise job.failure
-            if job.keeps_slots and job.done:
-                ticket.target.drop_readers(ticket.target_pages[job.places])
-                job.keeps_slots = False
-        is_late = self._clock() >= ticket._deadline
-        if not ticket._settled and (
-            not pending or ((is_late or ticket.cancelled) and all(job.abandon() for job in pending))
-        ):
-            self._end_jobs(ticket, lane, pending)
-        return ticket._settled and not any(job.started_at is not None for job in pending)
-
-    def _end_jobs(self, ticket: Ticket, lane: _Lane, pending: list[Job]) -> None:
-        """Settle with what the jobs did; those in `pending` are abandoned."""
-        for job in ticket._jobs:
-            if job in pending:
-                # A write that began may still reach its slots, whenever the disk wakes up.
-                job.keeps_slots = job.records is not None and job.started_at is not None
+            if job.done:
+                self._take_in(job, ticket)
             else:
-                ticket.ok[job.places], ticket.bad[job.places] = job.ok, job.bad
-        if ticket.ok.all():
-            end = max(job.finished_at for job in ticket._jobs)
-            begin = max(min(job.started_at or end for job in ticket._jobs), lane.last_end)
-            lane.last_end = max(end, lane.last_end)
-            self._learn(ticket, max(0.0, end - begin))
-        assert self._disk is not None
-        if ticket._jobs[0].generation != self._disk.generation:
-            ticket.ok[:] = False  # flushed meanwhile
-        self._settle(ticket, lane)
+                pending.append(job)
+        ticket._jobs = pending
+        is_late = ticket.cancelled or self._clock() >= ticket._deadline
+        ends = not ticket._jobs or (is_late and all(job.abandon() for job in ticket._jobs))
+        if ends and not ticket._settled:
+            self._settle(ticket, lane)
+        return not ticket._jobs
+
+    def _take_in(self, job: StreamJob | DiskJob, ticket: Ticket) -> None:
+        if not ticket._settled:
+            ticket.ok[job.places] = job.ok
+            ticket.bad[job.places] = job.bad
+            ticket._began = min(ticket._began, job.started_at)
+            ticket._ended = max(ticket._ended, job.finished_at)
+        elif job.keeps_slots:
+            ticket.target.drop_readers(ticket.target_pages[job.places])
 
     def _settle(self, ticket: Ticket, lane: _Lane) -> None:
+        """End a ticket with what its jobs did; those that are left are abandoned."""
         ticket._settled = True
-        lane.queued[ticket.edge] -= ticket.nbytes
+        lane.queued_bytes -= ticket.nbytes
+        if ticket.ok.all():
+            lane.learn(ticket.nbytes, max(0.0, ticket._ended - max(ticket._began, lane.last_end)))
+        if self._disk is not None and lane.stream is None:
+            lane.last_end = max(ticket._ended, lane.last_end)  # workers begin with the next before
+            if ticket._generation != self._disk.generation:
+                ticket.ok[:] = False  # flushed meanwhile
         target, pages = ticket.target, ticket.target_pages
         if ticket.cancelled:
             target.free(pages)
@@ -304,25 +308,26 @@ class Mover:
         disk = self._disk
         if disk is None or disk not in (source, target):
             return True
-        stuck = [t for lane in (self._reads, self._writes) for t in lane.tickets if t._settled]
-        is_stuck = stuck and self._clock() >= min(ticket._deadline for ticket in stuck)
+        disk_lanes = [lane for lane in self._lanes.values() if lane.stream is None]
+        stuck = [t for lane in disk_lanes for t in lane.tickets if t._settled]
+        is_stuck = any(self._clock() >= ticket._deadline for ticket in stuck)
         return not is_stuck and (target is not disk or disk.writable)
 
     def seconds(self, source: Tier, target: Tier, num_pages: int) -> float:
         """How long `num_pages` pages would take from now, behind what is queued; inf if refused."""
         if not self.available(source, target):
             return math.inf
-        lanes = [self._lane(source, target)]
-        if lanes[0] is self._writes:
-            lanes.append(self._reads)  # goes first
-        queued = sum(n * self._rate(edge) for lane in lanes for edge, n in lane.queued.items())
-        return queued + num_pages * source.page_bytes * self._rate((source.name, target.name))
+        lane = self._lanes[source.name, target.name]
+        ahead = (a for a in self._lanes.values() if a.stream is lane.stream and a.rank <= lane.rank)
+        queued = sum(a.seconds(a.queued_bytes) for a in ahead)
+        return queued + lane.seconds(num_pages * source.page_bytes)
 
     def probe(self, nbytes: int = 16 << 20, timeout_s: float = 5.0) -> None:
-        """Measure every edge with `nbytes` on free pages; at start, before any submit."""
+        """Measure every lane with `nbytes` on free pages; at start, before any submit."""
         tiers = [*self._memory, *([] if self._disk is None else [self._disk])]
         for _ in range(2):
-            self._rates.clear()  # the first round met memory nobody had touched
+            for lane in self._lanes.values():
+                lane.forget()  # the first round met memory nobody had touched
             for first in self._memory:
                 for second in tiers:
                     n = min(-(-nbytes // first.page_bytes), first.num_free // 2, second.num_free)
@@ -338,7 +343,7 @@ class Mover:
     def _carry(self, source: Tier, pages: PageIds, target: Tier, timeout_s: float) -> PageIds:
         """Of as many fresh pages of `target`, those where these pages arrived, READY."""
         there = target.allocate(len(pages), PageState.LOADING)
-        stream = self._lane(source, target).stream
+        stream = self._lanes[source.name, target.name].stream
         if stream is not None and len(pages):
             stream.calibrate(_view(source, pages), _view(target, there))
         # No record stands at the depth before this one, so a restart won't take it for a page.
@@ -355,26 +360,6 @@ class Mover:
             return there[:0]
         target.free(there[~ticket.ok])
         return there[ticket.ok]
-
-    def _lane(self, source: Tier, target: Tier) -> _Lane:
-        if source is self._disk:
-            return self._reads
-        if target is self._disk:
-            return self._writes
-        return self._to_device if target is self._memory[0] else self._to_host
-
-    def _learn(self, ticket: Ticket, seconds: float) -> None:
-        """Recent transfers weigh more, large ones too."""
-        before, nbytes = self._rates.get(ticket.edge, (0.0, 0.0))
-        self._rates[ticket.edge] = (
-            RATE_MEMORY * before + seconds,
-            RATE_MEMORY * nbytes + ticket.nbytes,
-        )
-
-    def _rate(self, edge: Edge) -> float:
-        """Seconds per byte."""
-        seconds, nbytes = self._rates.get(edge, (FIRST_GUESS_S_PER_BYTE, 1.0))
-        return seconds / nbytes
 
 
 def _view(tier: Tier, pages: PageIds) -> PageView:

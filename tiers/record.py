@@ -31,10 +31,10 @@ erased: what was freed or flushed lies there, void, until its slot is written ag
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -43,11 +43,10 @@ from tiers.copy import row_checksums
 
 BLOCK = 4096  # what direct I/O wants addresses, offsets and lengths to be multiples of
 VERSION = 2
-MAGIC = int.from_bytes(b"RADIXKV\0", "little")
 CHECKED_FROM = 16
 HEADER = np.dtype(
     [
-        ("magic", "<u8"),
+        ("magic", "V8"),
         ("version", "<u4"),
         ("crc", "<u4"),
         ("generation", "<u8"),
@@ -56,39 +55,33 @@ HEADER = np.dtype(
         ("depth", "<u4"),
         ("blob_bytes", "<u4"),
         ("zero", "<u4"),
-        ("fingerprint", "u1", 32),
-        ("digest", "u1", 32),
-        ("parent", "u1", 32),
+        ("fingerprint", "V32"),
+        ("digest", "V32"),
+        ("parent", "V32"),
     ]
 )
 
+Header = np.void  # of dtype HEADER
+Headers = npt.NDArray[np.void]
 
-class Manifest(NamedTuple):
-    version: int
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What the folder says of its slots."""
+
     generation: int
     slot_bytes: int
     header_bytes: int
     slots_per_segment: int
-
-    def encode(self) -> bytes:
-        return json.dumps(self._asdict()).encode()
+    version: int = VERSION
 
     @classmethod
-    def decode(cls, data: bytes) -> Manifest | None:
-        """None where the data are not a whole manifest of this version."""
+    def read(cls, path: Path) -> Manifest | None:
+        """None where there is no whole manifest of this version."""
         try:
-            manifest = cls(**{name: int(value) for name, value in json.loads(data).items()})
-        except (ValueError, TypeError, AttributeError):
+            manifest = msgspec.json.decode(path.read_bytes(), type=cls)
+        except (FileNotFoundError, msgspec.DecodeError):
             return None
         return manifest if manifest.version == VERSION else None
-
-
-class Ours(NamedTuple):
-    """What a header must say to be this tier's."""
-
-    generation: int
-    page_bytes: int
-    fingerprint: bytes
 
 
 def header_bytes(max_blob_bytes: int) -> int:
@@ -100,14 +93,23 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def fields(headers: Bytes2D) -> npt.NDArray[np.void]:
+def common_header(generation: int, page_bytes: int, fingerprint: bytes) -> Header:
+    """What all headers of a tier say, and no other's do; the other fields are zero."""
+    header: Header = np.zeros(1, HEADER)[0]
+    header["magic"], header["version"] = np.void(b"RADIXKV\0"), VERSION
+    header["generation"], header["page_bytes"] = generation, page_bytes
+    header["fingerprint"] = np.void(fingerprint)
+    return header
+
+
+def fields(headers: Bytes2D) -> Headers:
     """The fixed part of `headers`, [n, header bytes], as a view, [n], with named fields."""
-    found: npt.NDArray[np.void] = headers[:, : HEADER.itemsize].view(HEADER)[:, 0]
+    found: Headers = headers[:, : HEADER.itemsize].view(HEADER)[:, 0]
     return found
 
 
 def write_headers(
-    headers: Bytes2D, ours: Ours, page_crcs: Checksums, records: Sequence[Record]
+    headers: Bytes2D, common: Header, page_crcs: Checksums, records: Sequence[Record]
 ) -> None:
     """Fill `headers`, [n, header bytes]. Raises ValueError where a blob is too long."""
     headers[:] = 0
@@ -115,29 +117,21 @@ def write_headers(
         end = HEADER.itemsize + len(record.blob)
         header[HEADER.itemsize : end] = np.frombuffer(record.blob, np.uint8)
     f = fields(headers)
-    f["magic"], f["version"] = MAGIC, VERSION
-    f["generation"], f["page_bytes"] = ours.generation, ours.page_bytes
-    f["fingerprint"] = np.frombuffer(ours.fingerprint, np.uint8)
+    f[:] = common
     f["page_crc"] = page_crcs
     f["depth"] = [record.depth for record in records]
     f["blob_bytes"] = [len(record.blob) for record in records]
-    f["digest"] = digests_of(records)
-    f["parent"] = np.frombuffer(b"".join(r.parent for r in records), np.uint8).reshape(-1, 32)
+    f["digest"] = np.array([record.digest for record in records], "V32")
+    f["parent"] = np.array([record.parent for record in records], "V32")
     f["crc"] = row_checksums(headers[:, CHECKED_FROM:])
 
 
-def digests_of(records: Sequence[Record]) -> Bytes2D:
-    """[n, 32]."""
-    return np.frombuffer(b"".join(r.digest for r in records), np.uint8).reshape(-1, 32)
-
-
-def are_ours(headers: Bytes2D, ours: Ours) -> Mask:
-    """Which of `headers`, [n, header bytes], are whole and this tier's."""
+def are_ours(headers: Bytes2D, common: Header) -> Mask:
+    """Which of `headers`, [n, header bytes], are whole and of the tier whose `common` is given."""
     f = fields(headers)
-    ok: Mask = (f["magic"] == MAGIC) & (f["version"] == VERSION)
-    ok &= f["crc"] == row_checksums(headers[:, CHECKED_FROM:])
-    ok &= (f["generation"] == ours.generation) & (f["page_bytes"] == ours.page_bytes)
-    ok &= (f["fingerprint"] == np.frombuffer(ours.fingerprint, np.uint8)).all(1)
+    ok: Mask = f["crc"] == row_checksums(headers[:, CHECKED_FROM:])
+    for name in ("magic", "version", "generation", "page_bytes", "fingerprint"):
+        ok &= f[name] == common[name]
     return ok
 
 

@@ -1,4 +1,4 @@
-"""Batches between memory tiers and the disk: the workers, their staging memory, their order.
+"""What a ticket waits for: a copy on a stream, or batches between memory and the disk.
 
     write:  pages --copy--> staging --disk.write-->  records      (digests computed here)
     read:   records --disk.read--> staging --copy, verified--> pages
@@ -11,6 +11,8 @@ summed as they are copied. Reads go before writes; someone waits for them.
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +21,48 @@ from typing import Any
 
 import numpy as np
 
-from tiers.base import Bytes2D, Mask, PageView, Record
+from tiers.base import Bytes2D, Mask, PageView, Pinning, Record, huge_memory
 from tiers.copy import CopyStream
 from tiers.disk import DiskTier
 from tiers.page import PageIds
 
-SMALLEST_BATCH_BYTES = 1 << 20
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 2 << 20  # stays in a core's cache between copy and write
 CLOSING, READ, WRITE = range(3)  # what comes first
 
 
+class StreamJob:
+    """All of a ticket's pages, on a copy stream."""
+
+    places = slice(None)
+    ok = True
+    bad = keeps_slots = False
+    started_at = 0.0
+
+    def __init__(self, stream: CopyStream, source: PageView, target: PageView, fence: Any) -> None:
+        self.stream = stream
+        stream.wait(fence)
+        self.start = stream.record()
+        stream.copy(source, target)
+        self.end = stream.record()
+
+    @property
+    def done(self) -> bool:
+        """Raises CopyFailed where the stream broke."""
+        return self.stream.query(self.end)
+
+    @property
+    def finished_at(self) -> float:
+        return self.stream.elapsed(self.start, self.end)
+
+    def abandon(self) -> bool:
+        """It can't be stopped."""
+        return False
+
+
 @dataclass(eq=False)
-class Job:
+class DiskJob:
     """One batch of a ticket, between `memory` and the disk's pages `stored`.
 
     Its worker holds the lock whenever it touches memory.
@@ -41,19 +74,26 @@ class Job:
     records: Callable[[], Sequence[Record]] | None  # None: a read
     generation: int
     fence: Any
-    ok: Mask = field(init=False)  # arrived
-    bad: Mask = field(init=False)  # not what was stored
-    started_at: float | None = None
+    ok: Mask | bool = False  # arrived
+    bad: Mask | bool = False  # not what was stored
+    started_at: float = math.inf
     finished_at: float = 0.0
     failure: BaseException | None = None
-    done: bool = False
-    keeps_slots: bool = False  # its pages on disk aren't given back before it is done
+    is_over: bool = False
     abandoned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __post_init__(self) -> None:
-        self.ok = np.zeros(len(self.stored), np.bool_)
-        self.bad = np.zeros(len(self.stored), np.bool_)
+    @property
+    def done(self) -> bool:
+        """Raises what its worker met with."""
+        if self.failure is not None:
+            raise self.failure
+        return self.is_over
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether it may reach its slots until it is done, whenever the disk wakes up."""
+        return self.records is not None and self.started_at < math.inf
 
     def abandon(self) -> bool:
         """Stop it from touching memory; False while it is doing so (ask again soon)."""
@@ -71,16 +111,17 @@ class StoreQueue:
         disk: DiskTier,
         promote: CopyStream,
         demote: CopyStream,
+        pinning: Pinning | None,
         clock: Callable[[], float],
         num_workers: int,
-        batch_bytes: int,
     ) -> None:
         self.disk = disk
+        self.batch_slots = max(1, BATCH_BYTES // disk.slot_bytes)
         self._promote = promote
         self._demote = demote
+        self._pinning = pinning
         self._clock = clock
-        self._batch_slots = max(1, batch_bytes // disk.slot_bytes)
-        self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
+        self._jobs: PriorityQueue[tuple[int, int, DiskJob | None]] = PriorityQueue()
         self._order = itertools.count()
         self._threads = [
             threading.Thread(target=self._run, name=f"radixsvc-disk-{i}", daemon=True)
@@ -89,16 +130,9 @@ class StoreQueue:
         for thread in self._threads:
             thread.start()
 
-    def job_pages(self, n: int) -> int:
-        """Pages a job: enough jobs for all workers, none too small to be worth a call."""
-        even = -(-n // len(self._threads))
-        worth = -(-SMALLEST_BATCH_BYTES // self.disk.slot_bytes)
-        return min(max(even, worth), self._batch_slots)
-
-    def put(self, jobs: Sequence[Job]) -> None:
+    def put(self, rank: int, jobs: Sequence[DiskJob]) -> None:
         for job in jobs:
-            kind = READ if job.records is None else WRITE
-            self._jobs.put((kind, next(self._order), job))
+            self._jobs.put((rank, next(self._order), job))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the workers; one that hangs at the disk is left to the end of the process."""
@@ -108,29 +142,45 @@ class StoreQueue:
             thread.join(timeout_s)
 
     def _run(self) -> None:
-        staging = self.disk.staging(self._batch_slots)
+        memory = huge_memory(self.batch_slots * self.disk.slot_bytes)
+        address, pinning = memory.ctypes.data, self._pinning
+        is_fast = pinning is None or pinning.pin(address, memory.nbytes)
+        if not is_fast:
+            log.warning("disk tier: page-locking its staging memory was refused; copies are slower")
+        pieces = np.full(self.batch_slots, 0 if is_fast else -1)
+        staging = memory.reshape(self.batch_slots, self.disk.slot_bytes)
         while (job := self._jobs.get()[2]) is not None:
-            batch = staging[: len(job.stored)]
+            n = len(job.stored)
+            slots = PageView(
+                address + self.disk.payload_offset,
+                self.disk.slot_bytes,
+                job.memory.nbytes,
+                np.arange(n, dtype=np.int32),
+                pieces[:n],
+            )
             try:
                 if job.records is None:
-                    self._read(job, batch)
+                    self._read(job, staging[:n], slots)
                 else:
-                    self._write(job, batch, job.records())
+                    self._write(job, staging[:n], slots, job.records())
             except BaseException as failure:
                 job.failure = failure
             job.finished_at = self._clock()
-            job.done = True
+            job.is_over = True
+        if pinning is not None and is_fast:
+            pinning.unpin(address)
 
-    def _write(self, job: Job, batch: Bytes2D, records: Sequence[Record]) -> None:
+    def _write(
+        self, job: DiskJob, batch: Bytes2D, slots: PageView, records: Sequence[Record]
+    ) -> None:
         with job.lock:
             if job.abandoned:
                 return
             job.started_at = self._clock()
-            slots = self._slots(batch, job.memory.nbytes)
             crcs = self._demote.copy_now(job.memory, slots, after=job.fence)
-        job.ok[:] = self.disk.write(job.stored, records, batch, crcs, job.generation)
+        job.ok = self.disk.write(job.stored, records, batch, crcs, job.generation)
 
-    def _read(self, job: Job, batch: Bytes2D) -> None:
+    def _read(self, job: DiskJob, batch: Bytes2D, slots: PageView) -> None:
         with job.lock:
             if job.abandoned:
                 return
@@ -139,12 +189,5 @@ class StoreQueue:
         with job.lock:
             if job.abandoned:
                 return
-            slots = self._slots(batch, job.memory.nbytes)
-            job.ok[:] = wanted == self._promote.copy_now(slots, job.memory, after=job.fence)
-        job.bad[:] = ~job.ok
-
-    def _slots(self, batch: Bytes2D, nbytes: int) -> PageView:
-        ids = np.arange(len(batch), dtype=np.int32)
-        base = batch.ctypes.data + self.disk.payload_offset
-        pieces = None if self.disk.staging_is_pinned else np.full(len(batch), -1)
-        return PageView(base, self.disk.slot_bytes, nbytes, ids, pieces)
+            ok = wanted == self._promote.copy_now(slots, job.memory, after=job.fence)
+        job.ok, job.bad = ok, ~ok

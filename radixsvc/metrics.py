@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,19 +25,12 @@ class Metrics:
         self.requests = Counter(
             "radixsvc_requests", "HTTP requests", ["route", "status"], registry=self.registry
         )
-        self._labelled = functools.cache(self.requests.labels)  # looking labels up is not free
-        self.first_token = Histogram(
-            "radixsvc_time_to_first_token_seconds",
-            "From the request's arrival to its first token",
-            registry=self.registry,
-            buckets=SECONDS,
+        self._labelled = cache(self.requests.labels)  # looking labels up is not free
+        seconds = partial(Histogram, registry=self.registry, buckets=SECONDS)
+        self.first_token = seconds(
+            "radixsvc_time_to_first_token_seconds", "From the request's arrival to its first token"
         )
-        self.duration = Histogram(
-            "radixsvc_request_seconds",
-            "From the request's arrival to its end",
-            registry=self.registry,
-            buckets=SECONDS,
-        )
+        self.duration = seconds("radixsvc_request_seconds", "From the request's arrival to its end")
 
     def count(self, route: str, status: int) -> None:
         """One more HTTP request."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from serving import RunningBackend, serving
+from test_simulate import write_trace
 
 from radixsvc.bench import serve, workloads
 from radixsvc.bench.calls import Call, Reply, Seen, Session, rendered
@@ -219,15 +220,6 @@ async def test_workloads_share_what_they_claim(name: str, least: float, most: fl
     assert least <= shared / total <= most
 
 
-def write_trace(path: Path, *requests: tuple[int, list[int]]) -> Path:
-    lines = [
-        {"timestamp": 1000 * i, "input_length": n, "output_length": 5, "hash_ids": ids}
-        for i, (n, ids) in enumerate(requests)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 async def test_a_trace_is_replayed_with_its_shared_blocks(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.jsonl", (600, [0, 1]), (1100, [0, 2, 3]))
     args = arguments("--workload", "trace", "--trace", str(path))
@@ -276,7 +268,7 @@ def test_bad_options_are_told_in_words(given: list[str], told: str) -> None:
 
 def test_a_bad_trace_names_its_line(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.jsonl", (600, [0, 1]), (600, [0]))
-    with pytest.raises(ValueError, match="line 2"):
+    with pytest.raises(SetupError, match="line 2"):
         read_trace(path)
 
 

@@ -82,7 +82,15 @@ def test_somebody_else_there_is_69(answer: bytes, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["generate"], ["serve", "--no-such"], ["simulate", "--disk=5"]]
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["generate"],
+        ["serve", "--no-such"],
+        ["simulate", "--disk=5"],
+        ["bench", "tree", "--page-size=0"],
+    ],
 )
 def test_wrong_usage_is_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -54,6 +54,10 @@ def truncate(file: Path, keep: float) -> None:
 def write_gguf(file: Path, architecture: str = "llama") -> Path:
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_tensor("token_embd.weight", np.zeros((512, 64), np.float32))
+    return finished(writer, file)
+
+
+def finished(writer: gguf.GGUFWriter, file: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -95,11 +99,7 @@ def gguf_of(folder: Path, file: Path) -> Path:
         for ours, theirs in names.items():
             name = name.replace(ours, theirs)
         writer.add_tensor(name, np.ascontiguousarray(tensor))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return finished(writer, file)
 
 
 def test_a_gguf_file_becomes_the_model_it_was_made_from(tiny_llama: Path, tmp_path: Path) -> None:

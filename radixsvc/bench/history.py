@@ -18,6 +18,7 @@ import numpy as np
 
 from radixsvc.bench.calls import Call, Reply, Session, rendered, take_turns, text
 from radixsvc.bench.traces import BLOCK_TOKENS, read_trace
+from radixsvc.errors import SetupError
 from radixsvc.request import Tokens
 
 
@@ -65,14 +66,15 @@ def trace_history(path: Path, limit: int | None = None) -> list[Prompt]:
     """A trace's prompts. What was generated is not in a trace, so it takes no room here.
 
     A trace names no conversations: a request continues the one whose last prompt's whole blocks
-    it begins with, the longest such. Raises ValueError for what is not a trace.
+    it begins with, the longest such. SetupError for what is not a trace.
     """
     history = []
     last_block: dict[int, int] = {}  # of a session's last prompt -> that session
     turns: Counter[int] = Counter()
     for line in read_trace(path, limit):
         if int(line.blocks.max()) >= 2**31 // BLOCK_TOKENS or line.blocks.min() < 0:
-            raise ValueError(f"{path}: block ids must lie in 0 to {2**31 // BLOCK_TOKENS - 1}")
+            most = 2**31 // BLOCK_TOKENS - 1
+            raise SetupError(f"{path}: block ids must lie in 0 to {most}", 2)
         whole = line.blocks[: line.input_len // BLOCK_TOKENS].tolist()
         continued = next((b for b in reversed(whole) if b in last_block), None)
         session = len(turns) if continued is None else last_block.pop(continued)

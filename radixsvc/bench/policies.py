@@ -104,9 +104,9 @@ class Radix(Policy):
 
     def __init__(
         self,
-        pages: tuple[int, int, int],
+        pages: Sequence[int],
         page_size: int,
-        seconds: tuple[float, float, float] = (0.0, 0.0, 1.0),
+        seconds: Sequence[float] = (0.0, 0.0, 1.0),
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(pages[0] * page_size)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -26,11 +26,17 @@ class Metric:
         return self.value >= self.target if self.higher_is_better else self.value <= self.target
 
 
+def positive(text: str) -> int:
+    """An argument that is a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def print_metrics(metrics: Sequence[Metric], as_json: bool = False) -> None:
     """Print figures to standard output."""
     if as_json:
-        json.dump([asdict(m) for m in metrics], sys.stdout, indent=1)
-        print()
+        print(json.dumps([asdict(m) for m in metrics], indent=1))
     else:
         print(table(metrics))
 

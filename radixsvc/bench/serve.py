@@ -36,7 +36,7 @@ from radixsvc.bench.calls import (
     rendered_message,
     take_turns,
 )
-from radixsvc.bench.report import Metric
+from radixsvc.bench.report import Metric, positive
 from radixsvc.bench.workloads import add_workload_arguments, build_workload
 from radixsvc.errors import SetupError
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", default=url, help="the server's address, without /v1; default: %(default)s")
     add("--model", help="model name to ask for; the server's first one by default")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
-    add("--concurrency", type=int, default=8, help="closed loop: sessions at once")
+    add("--concurrency", type=positive, default=8, help="closed loop: sessions at once")
     add("--rate", type=float, help="Poisson: sessions a second")
     add("--timeout", type=float, default=600.0, help="seconds a request may take")
     add(

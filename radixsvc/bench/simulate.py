@@ -22,7 +22,7 @@ import numpy as np
 
 from radixsvc.bench.history import Prompt, trace_history, workload_history
 from radixsvc.bench.policies import Linear, Optimum, Paged, Policy, Radix
-from radixsvc.bench.report import format_rows
+from radixsvc.bench.report import format_rows, positive
 from radixsvc.bench.workloads import WORKLOADS, add_workload_arguments, build_workload
 from radixsvc.config import UNITS, Size
 from radixsvc.errors import SetupError
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--disk", type=size, default="1TiB", help="disk tier")
     add("--every-workload", action="store_true", help="all workloads, in one table")
     add("--bytes-per-token", type=size, default="128KiB", help="keys and values of all layers")
-    add("--page-size", type=int, default=16)
+    add("--page-size", type=positive, default=16)
     add("--prefill-rate", type=float, default=10_000.0, help="tokens/s computed on one device")
     add("--host-bandwidth", type=size, default="20GB", help="host to device, a second")
     add("--disk-bandwidth", type=size, default="4GB", help="disk to device, a second")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--through-after", type=int, default=tiers.through_after, help="uses until it is written")
     add("--disk-after", type=int, default=tiers.disk_after, help="uses until disk takes it")
     add("--promote", choices=("cost", "always", "never"), default=tiers.promote)
-    add("--concurrency", type=int, default=8, help="sessions of a workload at once")
+    add("--concurrency", type=positive, default=8, help="sessions of a workload at once")
     add("--json", action="store_true", help="for programs")
     add_workload_arguments(parser)
 
@@ -65,17 +65,20 @@ def sizes(text: str) -> list[int]:
     return [size(part) for part in text.split(",")]
 
 
-@dataclass(frozen=True)
 class Setting:
     """What policies are given: pages of memory on each tier, and what a token costs.
 
     `seconds` a token: of loading it from host, of loading it from disk, of computing it.
     """
 
-    pages: tuple[int, int, int]
-    page_size: int
-    seconds: tuple[float, float, float]
-    tiers: TierPolicy
+    def __init__(self, args: argparse.Namespace, device: int) -> None:
+        token: int = args.bytes_per_token
+        self.page_size: int = args.page_size
+        sizes = (device, args.host, args.disk)
+        self.pages: list[int] = [size // (token * self.page_size) for size in sizes]
+        bandwidths = (args.host_bandwidth, args.disk_bandwidth)
+        self.seconds = [*(token / rate for rate in bandwidths), 1 / args.prefill_rate]
+        self.tiers = TierPolicy(args.write, args.through_after, args.disk_after, args.promote)
 
     @property
     def device_tokens(self) -> int:
@@ -90,7 +93,7 @@ POLICIES: dict[str, Callable[[Setting, Sequence[Prompt]], Policy]] = {
     "none": lambda at, history: Linear(0),
     "linear": lambda at, history: Linear(at.device_tokens),
     "paged": lambda at, history: Paged(at.pages[0], at.page_size),
-    "radix": lambda at, history: Radix((at.pages[0], 0, 0), at.page_size),
+    "radix": lambda at, history: Radix([at.pages[0], 0, 0], at.page_size),
     "radix + tiers": lambda at, history: Radix(at.pages, at.page_size, at.seconds, at.tiers),
     "optimum": lambda at, history: Optimum(at.device_tokens, history),
     "optimum of all": lambda at, history: Optimum(at.all_tokens, history),
@@ -159,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
             print(f"{label}: {describe_history(history)}")
         for device in args.device:
             case = f"{label}, {describe(device)}" if several else label
-            setting = make_setting(args, device)
+            setting = Setting(args, device)
             rows.append([replay(case, name, history, setting) for name in names])
     if args.json:
         print(json.dumps([asdict(result) for row in rows for result in row], indent=1))
@@ -177,30 +180,13 @@ def run(args: argparse.Namespace) -> None:
 
 def histories(args: argparse.Namespace) -> Iterator[tuple[str, list[Prompt]]]:
     """Of the traces where some are named, else of the workload, or of all of them."""
-    try:
-        for path in map(Path, args.trace):
-            yield path.stem, trace_history(path, args.limit)
-        if not args.trace:
-            for name in WORKLOADS if args.every_workload else [args.workload]:
-                args.workload = name
-                sessions = build_workload(args)
-                yield name, workload_history(sessions, args.concurrency, args.rotate)
-    except (OSError, ValueError) as error:
-        raise SetupError(str(error), 2) from error
-
-
-def make_setting(args: argparse.Namespace, device: int) -> Setting:
-    page_bytes = args.page_size * args.bytes_per_token
-    return Setting(
-        (device // page_bytes, args.host // page_bytes, args.disk // page_bytes),
-        args.page_size,
-        (
-            args.bytes_per_token / args.host_bandwidth,
-            args.bytes_per_token / args.disk_bandwidth,
-            1 / args.prefill_rate,
-        ),
-        TierPolicy(args.write, args.through_after, args.disk_after, args.promote),
-    )
+    for path in map(Path, args.trace):
+        yield path.stem, trace_history(path, args.limit)
+    if not args.trace:
+        for name in WORKLOADS if args.every_workload else [args.workload]:
+            args.workload = name
+            sessions = build_workload(args)
+            yield name, workload_history(sessions, args.concurrency, args.rotate)
 
 
 def describe(num_bytes: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from radixsvc.bench.calls import Call, Send, Session, text, user
+from radixsvc.errors import SetupError
 from radixsvc.request import Tokens
 
 BLOCK_TOKENS = 512  # what one hash id stands for
@@ -35,24 +36,25 @@ class TraceLine:
 def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
     """A trace in the form published with Mooncake (FAST '25), one JSON object a line.
 
-    Raises ValueError with the line's number where it is of another form.
+    SetupError where there is none, or with the number of a line of another form.
     """
+    try:
+        with path.open() as file:
+            written = list(itertools.islice(file, limit))
+    except OSError as error:
+        raise SetupError(f"--trace: {error}", 2) from None
     lines = []
-    with path.open() as file:
-        for number, line in enumerate(itertools.islice(file, limit), 1):
-            try:
-                entry = json.loads(line)
-                blocks = np.array(entry["hash_ids"], np.int32)
-                input_len, output_len = int(entry["input_length"]), int(entry["output_length"])
-                time = float(entry["timestamp"]) / 1000
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
-                raise ValueError(f"{path}, line {number}: not a trace's line ({error!r})") from None
+    for number, line in enumerate(written, 1):
+        try:
+            entry = json.loads(line)
+            blocks = np.array(entry["hash_ids"], np.int32)
+            input_len, output_len = int(entry["input_length"]), int(entry["output_length"])
+            time = float(entry["timestamp"]) / 1000
             if input_len < 1 or len(blocks) != -(-input_len // BLOCK_TOKENS):
-                raise ValueError(
-                    f"{path}, line {number}: {len(blocks)} blocks of {BLOCK_TOKENS} tokens can't "
-                    f"hold a prompt of {input_len}"
-                )
-            lines.append(TraceLine(time, input_len, output_len, blocks))
+                raise ValueError(f"{len(blocks)} blocks can't hold a prompt of {input_len}")
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise SetupError(f"{path}, line {number}: not a trace's line ({error!r})", 2) from None
+        lines.append(TraceLine(time, input_len, output_len, blocks))
     return lines
 
 

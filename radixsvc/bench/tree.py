@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from radixsvc.bench.history import trace_history
 from radixsvc.bench.policies import Radix
-from radixsvc.bench.report import Metric
+from radixsvc.bench.report import Metric, positive
 from radixsvc.bench.traces import BLOCK_TOKENS
 from radixsvc.node import DEVICE
 from radixsvc.tree import RadixTree
@@ -33,7 +33,7 @@ LEAF_TOKENS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--page-size", type=int, nargs="*", default=[1, 16])
+    parser.add_argument("--page-size", type=positive, nargs="*", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--mixed", type=int, default=1_000_000, help="operations for stalls")
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="request traces, JSONL")

@@ -25,6 +25,7 @@ from typing import Any
 
 from radixsvc.bench.calls import WORDS, Call, Message, Reply, Send, Session, system, text, user
 from radixsvc.bench.traces import replay
+from radixsvc.errors import SetupError
 
 # -- chat and agents --------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class _Workload(argparse.Action):
 def build_workload(args: argparse.Namespace) -> list[Session]:
     if args.workload == "trace":
         if len(args.trace) != 1:
-            raise ValueError("--workload trace needs one file: --trace PATH")
+            raise SetupError("--workload trace needs one file: --trace PATH", 2)
         return replay(args)
     session = WORKLOADS[args.workload]
     count = args.groups * args.prompts if args.workload == "shared" else args.sessions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from radixsvc.node import ABSENT, PAGE_ID_BYTES, Children, Node, stripped
 from radixsvc.placement import Placement
@@ -47,6 +47,10 @@ class Structure(Placement):
             yield node
             if node.children is not None:
                 stack.extend(node.children)
+
+    def _upwards(self, node: Node) -> list[Node]:
+        """A node behind all below it, children first."""
+        return [node, *self._below(node)][::-1] if node.children is not None else [node]
 
     def _upper(self, node: Node, used: int) -> Node:
         """The node that ends `used` bytes, whole pages, into this one's run; splits it there."""
@@ -155,19 +159,14 @@ class Structure(Placement):
         parent = node.parent
         if parent is None:
             return  # gone already
-        if node.children is not None:
-            self._prune_below(node)
-        self._take_out(node)
-        if parent.refs == 0 and parent.children is not None:
-            self._merge_below(parent)
+        self._drop_loose(self._upwards(node))
+        self._merge_below(parent)
 
-    def _prune_below(self, node: Node) -> None:
-        for below in reversed(list(self._below(node))):
-            self._drop_if_loose(below)
-
-    def _drop_if_loose(self, node: Node) -> None:
-        if node.children is None and node.refs == 0 and node.pins == 0:
-            self._take_out(node)
+    def _drop_loose(self, nodes: Iterable[Node]) -> None:
+        """Of these nodes the leaves go, and what is one then, save held and pinned ones."""
+        for node in nodes:
+            if node.children is None and node.refs == 0 and node.pins == 0:
+                self._take_out(node)
 
     def _drop_root_if_bare(self, root: Node) -> None:
         """A root that nothing hangs on or holds goes, so that namespaces can come and go."""

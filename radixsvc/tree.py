@@ -159,8 +159,7 @@ class RadixTree(Structure):
                     self._take_out(node)
                 else:
                     self._enter(node)
-                    if node.children is not None:
-                        self._merge_below(node)
+                    self._merge_below(node)
                     self._drop_if_bare(node)
             node = parent
         self._drop_root_if_bare(node)
@@ -217,8 +216,7 @@ class RadixTree(Structure):
                 return child
             if child.refs or child.pins:
                 return child  # what lay there was lost, and is yet to be let go of
-            self._prune_below(child)
-            self._take_out(child)
+            self._drop_loose(self._upwards(child))
         return None
 
     def _grow(self, node: Node, tokens: bytes, pages: bytes, priority: int) -> Node:
@@ -273,15 +271,12 @@ class RadixTree(Structure):
     def _close_gap(self, node: Node) -> None:
         """Let go of what lies behind a page that no tier holds any more."""
         known = num_known(node, self.page_bytes)
-        if known < self.num_pages(node):
-            below = list(self._below(node))[::-1]
+        behind = self._upwards(node) if known < self.num_pages(node) else [node]
+        for one in behind:
             for level in range(self.num_tiers):
-                self.keep(node, level, known)
-                for one in below:
-                    self.keep(one, level, 0)
-            for one in below:
-                self._drop_if_bare(one)
-        self._drop_if_bare(node)
+                self.keep(one, level, known if one is node else 0)
+        for one in behind:
+            self._drop_if_bare(one)
 
     def detach(self, lost: Sequence[PageIds]) -> None:
         """Let go of pages that are lost, by level, and of those that are of no use then.
@@ -309,18 +304,12 @@ class RadixTree(Structure):
 
     def prune(self, node: Node) -> None:
         """Drop a node, all below it and the leaves left above it, save held and pinned ones."""
-        self._prune_below(node)
-        while node.parent is not None:
-            parent = node.parent
-            self._drop_if_loose(node)
-            if parent.children is not None:
-                break
-            node = parent
+        self._drop_loose([*self._upwards(node), *self.path(node)[-2::-1]])
 
     def flush(self) -> None:
         """Empty the tree. Paths under leases are cut off now and freed by their last `unlock`."""
         for root in list(self.roots.values()):
-            for node in reversed(list(self._below(root))):
+            for node in self._upwards(root)[:-1]:
                 if node.refs == 0:
                     self._take_out(node)
                     continue

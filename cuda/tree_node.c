@@ -34,8 +34,8 @@ struct node {
     int refs, pins, uses, priority;
 };
 
-static int level_of(PyObject *object) {
-    const long level = PyLong_AsLong(object);
+/* The level itself, -1 on error. */
+static int checked(Py_ssize_t level) {
     if (level >= 0 && level < NUM_TIERS) return (int)level;
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no such tier");
     return -1;
@@ -76,6 +76,7 @@ static void node_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
+/* Put a node before another on its list of a tier, wherever it stood on one. */
 static PyObject *link_before(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     struct node *self = (struct node *)object;
     if (nargs != 2 || Py_TYPE(args[0]) != Py_TYPE(object)) {
@@ -83,12 +84,9 @@ static PyObject *link_before(PyObject *object, PyObject *const *args, Py_ssize_t
         return NULL;
     }
     struct node *anchor = (struct node *)args[0];
-    const int level = level_of(args[1]);
+    const int level = checked(PyLong_AsSsize_t(args[1]));
     if (level < 0) return NULL;
-    if (self->next[level]) {
-        PyErr_SetString(PyExc_RuntimeError, "the node is on a list of that tier already");
-        return NULL;
-    }
+    unlink_from(self, level);
     if (!anchor->next[level]) anchor->prev[level] = anchor->next[level] = anchor;
     self->prev[level] = anchor->prev[level];
     self->next[level] = anchor;
@@ -98,14 +96,14 @@ static PyObject *link_before(PyObject *object, PyObject *const *args, Py_ssize_t
 }
 
 static PyObject *node_unlink(PyObject *object, PyObject *argument) {
-    const int level = level_of(argument);
+    const int level = checked(PyLong_AsSsize_t(argument));
     if (level < 0) return NULL;
     unlink_from((struct node *)object, level);
     Py_RETURN_NONE;
 }
 
 static PyObject *after(PyObject *object, PyObject *argument) {
-    const int level = level_of(argument);
+    const int level = checked(PyLong_AsSsize_t(argument));
     if (level < 0) return NULL;
     PyObject *next = (PyObject *)((struct node *)object)->next[level];
     if (!next) next = Py_None;
@@ -115,17 +113,15 @@ static PyObject *after(PyObject *object, PyObject *argument) {
 
 /* node[level]: the packed page ids of that tier. */
 static PyObject *get_pages(PyObject *object, Py_ssize_t level) {
-    if (level < 0 || level >= NUM_TIERS) {
-        PyErr_SetString(PyExc_IndexError, "no such tier");
-        return NULL;
-    }
+    if (checked(level) < 0) return NULL;
     PyObject *pages = ((struct node *)object)->pages[level];
     Py_INCREF(pages);
     return pages;
 }
 
 static int set_pages(PyObject *object, Py_ssize_t level, PyObject *pages) {
-    if (level < 0 || level >= NUM_TIERS || !pages || !PyBytes_Check(pages)) {
+    if (checked(level) < 0) return -1;
+    if (!pages || !PyBytes_Check(pages)) {
         PyErr_SetString(PyExc_TypeError, "a tier's pages are bytes");
         return -1;
     }

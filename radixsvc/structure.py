@@ -110,7 +110,6 @@ class Structure(Placement):
             node[level] = b""
             after = node.after(level)
             if after is not None:
-                child.unlink(level)
                 child.link_before(after, level)
                 node.unlink(level)
             if times[0] is not None and times[1] is not None:

@@ -324,21 +324,24 @@ class StuckStream(CpuStream):
         return not self.stuck and super().query(event)
 
 
-def test_hits_at_double_are_those_of_a_host_of_twice_the_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_hits_at_double_are_those_of_a_tier_of_twice_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     """To within a page. No page is dropped for want of time, so every run is the same."""
     monkeypatch.setattr("radixsvc.residency.DEMOTION_WAIT_S", math.inf)
     rng = random.Random(3)
     asked = [rng.randrange(24) for _ in range(150)]
+    policy = TierPolicy(write="back", promote="always", disk_after=1)
 
-    def hits(host: int) -> tuple[int, int]:
-        rig = Rig(tmp_path, 3, host, disk=0)
+    def hits(size: int) -> tuple[int, int]:
+        sizes = {"host": 0, "disk": 0, tier: size}
+        rig = Rig(tmp_path / str(size), 3, **sizes, policy=policy)
         for seed in asked:
             rig.run(prompt(seed, 4))
         stats = rig.cache.stats()
         rig.close()
-        return stats.hit_tokens.length, stats.hits_at_double.host
+        return stats.hit_tokens.length, getattr(stats.hits_at_double, tier)
 
     once, less, more = hits(6), hits(11), hits(13)
     assert once[0] < less[0] < sum(once) < more[0]

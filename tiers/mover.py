@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +71,7 @@ class Ticket:
     _settled: bool = False
     _deadline: float = math.inf
     _generation: int = 0
-    _jobs: Sequence[StreamJob | DiskJob] = ()  # that are not done
+    _jobs: deque[StreamJob | DiskJob] = field(default_factory=deque)  # that are not done
     _began: float = math.inf
     _ended: float = -math.inf
 
@@ -190,7 +191,7 @@ class Mover:
         fence = self._fence()
         if lane.stream is not None:
             views = _view(source, source_pages), _view(target, target_pages)
-            ticket._jobs = [StreamJob(lane.stream, *views, fence)]
+            ticket._jobs.append(StreamJob(lane.stream, *views, fence))
         else:
             self._submit_to_disk(ticket, lane, chain, fence)
         lane.queued_bytes += ticket.nbytes
@@ -209,7 +210,8 @@ class Mover:
             records = partial(chain.records, n, at) if chain and lane.rank == WRITE else None
             memory = _view(tier, pages[at])
             jobs.append(DiskJob(at, memory, stored[at], records, disk.generation, fence))
-        ticket._jobs, ticket._generation = jobs, disk.generation
+        ticket._jobs.extend(jobs)
+        ticket._generation = disk.generation
         ticket._deadline = self._clock() + self._disk_deadline_s
         self._queue.put(lane.rank, jobs)
 
@@ -237,7 +239,7 @@ class Mover:
             finished = self.poll()
             if finished or not self.num_outstanding or time.monotonic() >= end:
                 return finished
-            time.sleep(2e-4)
+            time.sleep(1e-3)  # each poll holds up the workers
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what is under way, wait for it as long as asked, end workers and streams.
@@ -257,18 +259,19 @@ class Mover:
 
     def _is_over(self, ticket: Ticket, lane: _Lane) -> bool:
         """Bring a ticket up to date; whether nothing of it is under way any more."""
-        pending = []
-        for job in ticket._jobs:
+        is_late = ticket.cancelled or self._clock() >= ticket._deadline
+        jobs = ticket._jobs  # of hundreds, one that is not done is enough for now
+        for _ in range(len(jobs)):
+            job = jobs.popleft()
             if job.done:
                 self._take_in(job, ticket)
             else:
-                pending.append(job)
-        ticket._jobs = pending
-        is_late = ticket.cancelled or self._clock() >= ticket._deadline
-        ends = not ticket._jobs or (is_late and all(job.abandon() for job in ticket._jobs))
-        if ends and not ticket._settled:
+                jobs.append(job)
+                if not is_late:
+                    break
+        if not ticket._settled and (not jobs or (is_late and all(job.abandon() for job in jobs))):
             self._settle(ticket, lane)
-        return not ticket._jobs
+        return not jobs
 
     def _take_in(self, job: StreamJob | DiskJob, ticket: Ticket) -> None:
         if not ticket._settled:

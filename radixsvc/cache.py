@@ -166,7 +166,7 @@ class PrefixCache:
             if self.enabled:
                 packed = _packed(tokens[:-1])
                 lease.at_double = TokensByTier(*self.tree.hits_at_double(namespace, packed))
-                self._hold_cached(lease, load=True)
+                self.hold_cached(lease, load=True)
         except BaseException:
             lease.release()
             raise
@@ -188,7 +188,7 @@ class PrefixCache:
     def _root(self, namespace: str) -> Node:
         return self.tree.root(namespace, account_name(namespace))
 
-    def _hold_cached(self, lease: Lease, load: bool) -> None:
+    def hold_cached(self, lease: Lease, load: bool) -> None:
         """Lock what is cached of a prompt in place of what was locked; `load` begins promotion.
 
         The page that it shares in part is copied once nothing more is to arrive.
@@ -196,7 +196,6 @@ class PrefixCache:
         tree, residency = self.tree, self.residency
         lease.let_go()
         root = self._root(lease.namespace)
-        self._relock(lease, root, 0)
         packed = _packed(lease.tokens[: lease.prompt_len - 1])
         found = match_below(root, packed, tree.page_bytes)
         levels = self._levels(found)
@@ -209,12 +208,14 @@ class PrefixCache:
         if num_whole * self.page_size < found.length:
             begin = packed[: num_whole * tree.page_bytes]
             node, used = match_below(root, begin, tree.page_bytes)[:2]
-        self._relock(lease, node, used)
+        before, lease.node = lease.node, tree.lock(node, used, lease.priority)
+        tree.unlock(before)
+        residency.free_dropped()
         end = found.end if len(levels) > num_whole else lease.node
         residency.promote(tree.path(end), levels)
         pages = np.frombuffer(tree.device_pages(end), np.int32)[: len(levels)]
         if len(pages) < num_whole:  # no room, refused, or lost while room was made
-            self._hold_cached(lease, load=False)
+            self.hold_cached(lease, load=False)
             return
         lease.hold(pages[:num_whole])
         lease.num_locked = num_whole
@@ -225,16 +226,6 @@ class PrefixCache:
         levels[: len(lease.levels)] = lease.levels[: len(levels)]
         lease.sources = self._by_tier(levels, found)
         lease.num_valid = lease.cached_len
-
-    def _relock(self, lease: Lease, node: Node, used: int) -> None:
-        if node is not lease.node:
-            before, lease.node = lease.node, self.tree.lock(node, used, lease.priority)
-            self.tree.unlock(before)
-
-    def hold_what_came(self, lease: Lease) -> None:
-        """What a lease waited for has arrived, or failed."""
-        self._hold_cached(lease, load=False)
-        self.residency.free_dropped()
 
     def _copy_partial(self, lease: Lease, source: int) -> None:
         """Copy a page that is shared in part into a private one, if there is room.

@@ -13,7 +13,7 @@ from someone else gives their own pages back and reads the tree's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,10 +59,9 @@ class Lease:
         self._cache = cache
         self.namespace = namespace
         self.priority = priority
-        self.prompt_len = self._num_tokens = len(tokens)
-        self._tokens: Tokens = np.array(tokens, np.int32)
-        self._table: PageIds = np.empty(cache.num_pages_for(len(tokens)) + 8, np.int32)
-        self.page_table: PageIds = self._table[:0]
+        self.prompt_len = len(tokens)
+        self.tokens: Tokens = np.array(tokens, np.int32)  # the prompt and what was appended
+        self.page_table: PageIds = np.empty(cache.num_pages_for(len(tokens)) + 8, np.int32)[:0]
         self.num_locked = 0  # pages at the front that are the tree's
         self.num_valid = 0  # tokens at the front that have keys and values
         self.sources = self.at_double = NONE
@@ -72,27 +71,18 @@ class Lease:
         self.released = False
 
     @property
-    def tokens(self) -> Tokens:
-        """The prompt and what was appended."""
-        return self._tokens[: self._num_tokens]
-
-    @property
     def cached_len(self) -> int:
         return self.sources.length
 
     def append(self, token_ids: Sequence[int] | Tokens) -> None:
         """The sequence goes on with these tokens."""
-        end = self._num_tokens + len(token_ids)
-        if end > len(self._tokens):
-            self._tokens = np.resize(self._tokens, max(end, 2 * len(self._tokens), 64))
-        self._tokens[self._num_tokens : end] = token_ids
-        self._num_tokens = end
+        self.tokens = _appended(self.tokens, token_ids)
 
     def poll(self) -> bool:
         """Whether everything that was to be loaded is there, or failed and was cut short."""
         cache = self._cache
         if len(self.awaited) and not len(cache.residency.arriving(self.awaited)):
-            cache.hold_what_came(self)
+            cache.hold_cached(self, load=False)  # what came
         return not len(self.awaited)
 
     def extend(self, num_tokens: int) -> None:
@@ -108,8 +98,8 @@ class Lease:
 
         What the tree has already is taken from there, and the page table changed to it.
         """
-        if not self.num_valid <= num_tokens <= self._num_tokens or self.released:
-            raise InvariantError(f"{num_tokens} tokens committed of {self._num_tokens}")
+        if not self.num_valid <= num_tokens <= len(self.tokens) or self.released:
+            raise InvariantError(f"{num_tokens} tokens committed of {len(self.tokens)}")
         self.num_valid = num_tokens
         self._share(num_tokens - num_tokens % self._cache.page_size)
 
@@ -119,10 +109,10 @@ class Lease:
         start, num_pages = self.num_locked, cache.num_pages_for(num_tokens)
         if num_pages <= start or not cache.enabled:
             return
-        tokens = self._tokens[start * cache.page_size : num_tokens].tobytes()
+        tokens = self.tokens[start * cache.page_size : num_tokens].tobytes()
         if cache.residency.is_loading(self.node, tokens):
             return  # someone is loading these pages: at the next commit, or never
-        own = self._table[start:num_pages]
+        own = self.page_table[start:num_pages]
         if num_pages > len(self.page_table):
             raise InvariantError(f"{num_pages} pages committed of {len(self.page_table)}")
         self.node, packed = cache.tree.insert(self.node, tokens, own.tobytes(), self.priority)
@@ -133,7 +123,7 @@ class Lease:
         if not added.all():
             cache.device.free(ours[~added])
             cache.counters["duplicate_pages"] += len(ours) - int(added.sum())
-            self._table[start : start + len(kept)] = kept
+            self.page_table[start : start + len(kept)] = kept
         self.num_locked = start + len(kept)
         cache.residency.enforce_quota(self.node.account)
 
@@ -165,13 +155,19 @@ class Lease:
         """Give the private pages back."""
         private = self.page_table[self.num_locked :]
         self.num_locked = 0
-        self.page_table = self._table[:0]
+        self.page_table = self.page_table[:0]
         self._cache.device.free(private)
 
     def hold(self, pages: PageIds) -> None:
         """More pages at the end of the page table."""
-        start, end = len(self.page_table), len(self.page_table) + len(pages)
-        if end > len(self._table):
-            self._table = np.resize(self._table, max(end, 2 * len(self._table)))
-        self._table[start:end] = pages
-        self.page_table = self._table[:end]
+        self.page_table = _appended(self.page_table, pages)
+
+
+def _appended(array: Tokens, more: Sequence[int] | Tokens) -> Tokens:
+    """`array` and `more` behind it, in the same memory where that has room."""
+    room = array if array.base is None else cast(Tokens, array.base)
+    end = len(array) + len(more)
+    if end > len(room):
+        room = np.resize(room, 2 * end)
+    room[len(array) : end] = more
+    return room[:end]

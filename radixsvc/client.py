@@ -16,7 +16,7 @@ import functools
 import io
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -95,11 +95,11 @@ class AsyncClient:
         body = {"messages": messages, **options}
         return await self.post("/v1/chat/completions", body, Completion)
 
-    def stream(self, /, prompt: Prompt, **options: Any) -> AsyncIterator[Event]:
+    def stream(self, /, prompt: Prompt, **options: Any) -> AsyncGenerator[Event, None]:
         """A completion as it comes: a Header, Deltas, an End. ApiError where it breaks."""
         return self._stream("/v1/completions", {"prompt": prompt, **options})
 
-    def stream_chat(self, /, messages: Messages, **options: Any) -> AsyncIterator[Event]:
+    def stream_chat(self, /, messages: Messages, **options: Any) -> AsyncGenerator[Event, None]:
         """A chat completion as it comes: a Header, Deltas, an End. ApiError where it breaks."""
         return self._stream("/v1/chat/completions", {"messages": messages, **options})
 
@@ -143,7 +143,7 @@ class AsyncClient:
         async with self._request("POST", path, body) as response:
             return msgspec.msgpack.decode(await response.read(), type=kind)
 
-    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[Event]:
+    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Event, None]:
         unpacker = msgpack.Unpacker(max_buffer_size=1 << 26)
         async with self._request("POST", path, {**body, "stream": True}) as response:
             with contextlib.suppress(aiohttp.ClientPayloadError):
@@ -213,16 +213,19 @@ def _blocking(
 
 
 def _iterating(
-    method: Callable[Concatenate[AsyncClient, P], AsyncIterator[T]],
-) -> Callable[Concatenate[Client, P], Iterator[T]]:
-    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Client, P], Generator[T, None, None]]:
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
         events = method(self._client, *args, **kwargs)
 
         async def step() -> T | None:
             return await anext(events, None)
 
-        while (event := self._runner.run(step())) is not None:
-            yield event
+        try:
+            while (event := self._runner.run(step())) is not None:
+                yield event
+        finally:  # a stream that is left early ends at the service too
+            self._runner.run(events.aclose())
 
     return functools.update_wrapper(call, method)
 

@@ -27,7 +27,7 @@ async def told(handler: Handler) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
@@ -137,6 +137,29 @@ async def test_the_blocking_client_does_the_same() -> None:
             assert client.get("/version") == {"version": "1"}
             assert list(client.stream_chat([{"role": "user", "content": "x"}])) == sent
 
+    async with told(handler) as url:
+        await asyncio.to_thread(use, url)
+
+
+async def test_a_stream_that_is_left_early_ends_at_the_service() -> None:
+    gone = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        try:
+            response = await stream_of(request, HEADER)
+            await asyncio.sleep(20)
+            return response
+        finally:
+            gone.set()
+
+    def use(url: str) -> None:
+        with Client(url) as client:
+            stream = client.stream("x")
+            assert next(stream) == HEADER
+            stream.close()
+            asyncio.run_coroutine_threadsafe(asyncio.wait_for(gone.wait(), 10), loop).result()
+
+    loop = asyncio.get_running_loop()
     async with told(handler) as url:
         await asyncio.to_thread(use, url)
 

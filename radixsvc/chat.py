@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from radixsvc.protocol import Delta, End
 
 def chat(client: Client, system: str | None, **options: Any) -> None:
     """Read lines, print replies, until the end of input. Ctrl-C ends a reply, twice the chat."""
+    dim = "\x1b[2m{}\x1b[0m" if sys.stdout.isatty() else "{}"
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     while True:
         try:
@@ -28,7 +30,7 @@ def chat(client: Client, system: str | None, **options: Any) -> None:
             messages.pop()
         else:
             messages.append({"role": "assistant", "content": reply})
-            print(f"\n\x1b[2m{told}\x1b[0m")
+            print("\n" + dim.format(told))
 
 
 def _turn(

@@ -26,7 +26,7 @@ from radixsvc.residency import TierPolicy
 from radixsvc.scheduler import SchedulerConfig
 from radixsvc.tokenizer import Tokenizer
 from tiers.base import TierError, pages_within
-from tiers.copy import pinning_for
+from tiers.cuda_copy import pinning_for
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier

@@ -20,8 +20,9 @@ from radixsvc.tree import RadixTree
 from tiers.base import Chain, Tier
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
-from tiers.mover import Mover, Ticket
+from tiers.mover import Mover
 from tiers.page import PageIds, PageState
+from tiers.ticket import Ticket
 
 Levels = npt.NDArray[np.int8]  # of pages along a path
 COUNTERS = (

@@ -19,9 +19,9 @@ from tiers.copy import (
     CpuStream,
     checksums,
     compute_fence,
-    merge_runs,
     row_checksums,
 )
+from tiers.cuda_copy import merge_runs
 from tiers.page import PageIds
 
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = "scheduler cache tree engine model attention sampler request stream errors fetch tokenizer"
 MAY_IMPORT_KERNELS = {
     "tiers/copy.py",
+    "tiers/cuda_copy.py",
     "radixsvc/attention.py",
     "radixsvc/fused.py",
     "radixsvc/node.py",

@@ -15,12 +15,14 @@ import torch
 from simulated_copies import Event, Machine
 
 from tiers.base import Chain, Pinning, Tier
-from tiers.copy import CopyFailed, CpuStream, compute_fence, pinning_for
+from tiers.copy import CopyFailed, CpuStream, compute_fence
+from tiers.cuda_copy import pinning_for
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
-from tiers.mover import Mover, Ticket, open_mover
+from tiers.mover import Mover, open_mover
 from tiers.page import InvariantError, OutOfPages, PageIds, PageShape, PageState
+from tiers.ticket import Ticket
 
 CPU = torch.device("cpu")
 SHAPE = PageShape.uniform(1, 1, 8, 4, "float32")  # 256 bytes: 64 float32

@@ -28,8 +28,9 @@ from tiers.copy import CpuStream, compute_fence
 from tiers.device import DeviceTier
 from tiers.disk import NO_CHECKSUM, DiskTier
 from tiers.host import HostTier
-from tiers.mover import Mover, Ticket
+from tiers.mover import Mover
 from tiers.page import PageIds
+from tiers.ticket import Ticket
 
 NUM_REQUESTS = int(os.environ.get("RADIXSVC_SOAK", "2000"))
 AT_ONCE = 12

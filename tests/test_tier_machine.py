@@ -17,8 +17,8 @@ from test_tree_machine import CopyFailed, Integers, Machine, ModelDevice
 from radixsvc.cache import Lease, Lower, PrefixCache
 from radixsvc.residency import TierPolicy
 from tiers.base import Chain, Record, StoredPage
-from tiers.mover import Ticket
 from tiers.page import OutOfPages, PageIds, PageState
+from tiers.ticket import Ticket
 
 FINGERPRINT = b"f" * 32
 
@@ -60,7 +60,7 @@ class ModelMover:
         target.add_readers(target_pages)
         ticket = Ticket(source, source_pages, target, target_pages)
         records = chain.records(len(target_pages)) if chain else []
-        ticket._generation = target.generation
+        ticket.generation = target.generation
         self.under_way.append((ticket, records))
         return ticket
 
@@ -78,7 +78,7 @@ class ModelMover:
         fails = self.faulty and not self.draw(0, 3)
         for i, (a, b) in enumerate(zip(ticket.source_pages, ticket.target_pages, strict=True)):
             ticket.ok[i] = not fails or bool(self.draw(0, 1))
-            ticket.ok[i] &= ticket._generation == target.generation
+            ticket.ok[i] &= ticket.generation == target.generation
             ticket.bad[i] = not ticket.ok[i] and source.name == "disk" and bool(self.draw(0, 1))
             if ticket.ok[i]:
                 target.content[b] = list(source.content[a])

@@ -31,21 +31,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tiers.base import Chain, Mask, MemoryTier, PageView, Pinning, Tier
-from tiers.copy import CopyStream, CpuStream, CudaStream, compute_fence
+from tiers.base import Chain, MemoryTier, PageView, Pinning, Tier
+from tiers.copy import CopyStream, CpuStream, compute_fence
+from tiers.cuda_copy import CudaStream
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
 from tiers.page import InvariantError, PageIds, PageState
-from tiers.store import READ, WRITE, DiskJob, StoreQueue, StreamJob
+from tiers.store import StoreQueue
+from tiers.ticket import READ, WRITE, DiskJob, Lane, StreamJob, Ticket
 
 Edge = tuple[str, str]  # names of the source and the target tier
 
@@ -53,61 +53,6 @@ NUM_WORKERS = 4
 MAX_QUEUED_BYTES = 1 << 30
 DISK_DEADLINE_S = 10.0
 PROBE_DEPTH = 1 << 31
-FIRST_GUESS_S_PER_BYTE = 1e-9  # until a lane was used or probed
-RATE_MEMORY = 0.8  # weight of the past at each new measurement
-
-
-@dataclass(eq=False)
-class Ticket:
-    """Pages on their way. Read it once `Mover.poll` has returned it."""
-
-    source: Tier
-    source_pages: PageIds
-    target: Tier
-    target_pages: PageIds
-    ok: Mask = field(init=False)
-    bad: Mask = field(init=False)
-    cancelled: bool = False
-    _settled: bool = False
-    _deadline: float = math.inf
-    _generation: int = 0
-    _jobs: deque[StreamJob | DiskJob] = field(default_factory=deque)  # that are not done
-    _began: float = math.inf
-    _ended: float = -math.inf
-
-    def __post_init__(self) -> None:
-        self.ok = np.zeros(len(self.source_pages), np.bool_)
-        self.bad = np.zeros(len(self.source_pages), np.bool_)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.source_pages) * self.source.page_bytes
-
-
-class _Lane:
-    """What one tier sends another, on a copy stream or, where there is none, by the disk's workers.
-
-    Lanes of one stream, or of none, queue up behind those of lower `rank` and of their own.
-    """
-
-    def __init__(self, stream: CopyStream | None, rank: int) -> None:
-        self.stream = stream
-        self.rank = rank
-        self.tickets: list[Ticket] = []
-        self.queued_bytes = 0
-        self.last_end = -math.inf
-        self.forget()
-
-    def forget(self) -> None:
-        self._nbytes, self._seconds = 1.0, FIRST_GUESS_S_PER_BYTE
-
-    def learn(self, nbytes: int, seconds: float) -> None:
-        """Recent transfers weigh more, large ones too."""
-        self._nbytes = RATE_MEMORY * self._nbytes + nbytes
-        self._seconds = RATE_MEMORY * self._seconds + seconds
-
-    def seconds(self, nbytes: int) -> float:
-        return nbytes * self._seconds / self._nbytes
 
 
 class Mover:
@@ -139,23 +84,22 @@ class Mover:
         self._max_queued_bytes = max_queued_bytes
         self._disk_deadline_s = disk_deadline_s
         self._clock = clock
-        self._finished: list[Ticket] = []
         self._queue: StoreQueue | None = None
-        self._lanes: dict[Edge, _Lane] = {}
+        self._lanes: dict[Edge, Lane] = {}
         for tier in self._memory:
             for other in {*self._memory} - {tier}:
                 stream = promote if other is self._memory[0] else demote
-                self._lanes[tier.name, other.name] = _Lane(stream, 0)
+                self._lanes[tier.name, other.name] = Lane(clock, stream)
             if disk is not None:
-                self._lanes[disk.name, tier.name] = _Lane(None, READ)
-                self._lanes[tier.name, disk.name] = _Lane(None, WRITE)
+                self._lanes[disk.name, tier.name] = Lane(clock, disk=disk, rank=READ)
+                self._lanes[tier.name, disk.name] = Lane(clock, disk=disk, rank=WRITE)
         if disk is not None:
             self._queue = StoreQueue(disk, promote, demote, pinning, clock, num_workers)
 
     @property
     def num_outstanding(self) -> int:
         """Tickets under way."""
-        return sum(not t._settled for lane in self._lanes.values() for t in lane.tickets)
+        return sum(not t.settled for lane in self._lanes.values() for t in lane.tickets)
 
     # Submitting
 
@@ -191,35 +135,31 @@ class Mover:
         fence = self._fence()
         if lane.stream is not None:
             views = _view(source, source_pages), _view(target, target_pages)
-            ticket._jobs.append(StreamJob(lane.stream, *views, fence))
+            ticket.jobs.append(StreamJob(lane.stream, *views, fence))
         else:
-            self._submit_to_disk(ticket, lane, chain, fence)
-        lane.queued_bytes += ticket.nbytes
-        lane.tickets.append(ticket)
+            ticket.deadline = self._clock() + self._disk_deadline_s
+            self._submit_to_disk(ticket, lane.rank, chain, fence)
+        lane.add(ticket)
         return ticket
 
-    def _submit_to_disk(self, ticket: Ticket, lane: _Lane, chain: Chain | None, fence: Any) -> None:
+    def _submit_to_disk(self, ticket: Ticket, rank: int, chain: Chain | None, fence: Any) -> None:
         assert self._queue is not None
-        disk = self._queue.disk
         tier, pages, stored = ticket.target, ticket.target_pages, ticket.source_pages
-        if lane.rank == WRITE:
+        if rank == WRITE:
             tier, pages, stored = ticket.source, ticket.source_pages, ticket.target_pages
         n, step = len(pages), self._queue.batch_slots
-        jobs = []
+        generation = ticket.generation = self._queue.disk.generation
         for at in (slice(i, i + step) for i in range(0, n, step)):
-            records = partial(chain.records, n, at) if chain and lane.rank == WRITE else None
-            memory = _view(tier, pages[at])
-            jobs.append(DiskJob(at, memory, stored[at], records, disk.generation, fence))
-        ticket._jobs.extend(jobs)
-        ticket._generation = disk.generation
-        ticket._deadline = self._clock() + self._disk_deadline_s
-        self._queue.put(lane.rank, jobs)
+            records = partial(chain.records, n, at) if chain and rank == WRITE else None
+            job = DiskJob(at, _view(tier, pages[at]), stored[at], records, generation, fence)
+            ticket.jobs.append(job)
+            self._queue.put(rank, job)
 
     def cancel(self, ticket: Ticket) -> None:
         """Give the target pages back; the ticket is not polled. Nothing if it was polled before."""
-        if not ticket._settled:
+        if not ticket.settled:
             ticket.cancelled = True
-            self._is_over(ticket, self._lanes[ticket.source.name, ticket.target.name])
+            self._lanes[ticket.source.name, ticket.target.name].is_over(ticket)
 
     # Finishing
 
@@ -227,10 +167,7 @@ class Mover:
         """Tickets that ended since the last call. Cheap where there are none."""
         for tier in self._memory:
             tier.poll()
-        for lane in self._lanes.values():
-            lane.tickets = [ticket for ticket in lane.tickets if not self._is_over(ticket, lane)]
-        finished, self._finished = self._finished, []
-        return finished
+        return [ticket for lane in self._lanes.values() for ticket in lane.poll()]
 
     def wait(self, timeout_s: float) -> list[Ticket]:
         """`poll` until a ticket ends, nothing is under way, or the time is over."""
@@ -257,53 +194,6 @@ class Mover:
         for stream in self._streams:
             stream.close()
 
-    def _is_over(self, ticket: Ticket, lane: _Lane) -> bool:
-        """Bring a ticket up to date; whether nothing of it is under way any more."""
-        is_late = ticket.cancelled or self._clock() >= ticket._deadline
-        jobs = ticket._jobs  # of hundreds, one that is not done is enough for now
-        for _ in range(len(jobs)):
-            job = jobs.popleft()
-            if job.done:
-                self._take_in(job, ticket)
-            else:
-                jobs.append(job)
-                if not is_late:
-                    break
-        if not ticket._settled and (not jobs or (is_late and all(job.abandon() for job in jobs))):
-            self._settle(ticket, lane)
-        return not jobs
-
-    def _take_in(self, job: StreamJob | DiskJob, ticket: Ticket) -> None:
-        if not ticket._settled:
-            ticket.ok[job.places] = job.ok
-            ticket.bad[job.places] = job.bad
-            ticket._began = min(ticket._began, job.started_at)
-            ticket._ended = max(ticket._ended, job.finished_at)
-        elif job.keeps_slots:
-            ticket.target.drop_readers(ticket.target_pages[job.places])
-
-    def _settle(self, ticket: Ticket, lane: _Lane) -> None:
-        """End a ticket with what its jobs did; those that are left are abandoned."""
-        ticket._settled = True
-        lane.queued_bytes -= ticket.nbytes
-        if ticket.ok.all():
-            lane.learn(ticket.nbytes, max(0.0, ticket._ended - max(ticket._began, lane.last_end)))
-        if self._disk is not None and lane.stream is None:
-            lane.last_end = max(ticket._ended, lane.last_end)  # workers begin with the next before
-            if ticket._generation != self._disk.generation:
-                ticket.ok[:] = False  # flushed meanwhile
-        target, pages = ticket.target, ticket.target_pages
-        if ticket.cancelled:
-            target.free(pages)
-        else:
-            target.publish(pages[ticket.ok])
-            self._finished.append(ticket)
-        ticket.source.drop_readers(ticket.source_pages)
-        is_over = np.ones(len(pages), np.bool_)
-        for job in ticket._jobs:
-            is_over[job.places] = not job.keeps_slots
-        target.drop_readers(pages[is_over])
-
     # Estimating
 
     def available(self, source: Tier, target: Tier) -> bool:
@@ -311,9 +201,7 @@ class Mover:
         disk = self._disk
         if disk is None or disk not in (source, target):
             return True
-        disk_lanes = [lane for lane in self._lanes.values() if lane.stream is None]
-        stuck = [t for lane in disk_lanes for t in lane.tickets if t._settled]
-        is_stuck = any(self._clock() >= ticket._deadline for ticket in stuck)
+        is_stuck = any(lane.is_stuck for lane in self._lanes.values())
         return not is_stuck and (target is not disk or disk.writable)
 
     def seconds(self, source: Tier, target: Tier, num_pages: int) -> float:
@@ -330,7 +218,7 @@ class Mover:
         tiers = [*self._memory, *([] if self._disk is None else [self._disk])]
         for _ in range(2):
             for lane in self._lanes.values():
-                lane.forget()  # the first round met memory nobody had touched
+                lane.forget_rate()  # the first round met memory nobody had touched
             for first in self._memory:
                 for second in tiers:
                     n = min(-(-nbytes // first.page_bytes), first.num_free // 2, second.num_free)
@@ -356,7 +244,7 @@ class Mover:
             target.free(there)
             return there[:0]
         end = time.monotonic() + timeout_s
-        while not ticket._settled and time.monotonic() < end:
+        while not ticket.settled and time.monotonic() < end:
             self.wait(end - time.monotonic())
         self.cancel(ticket)
         if ticket.cancelled:

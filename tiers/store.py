@@ -1,4 +1,4 @@
-"""What a ticket waits for: a copy on a stream, or batches between memory and the disk.
+"""Batches between memory tiers and the disk: the workers, their staging memory, their order.
 
     write:  pages --copy--> staging --disk.write-->  records      (digests computed here)
     read:   records --disk.read--> staging --copy, verified--> pages
@@ -12,95 +12,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from queue import PriorityQueue
-from typing import Any
 
 import numpy as np
 
-from tiers.base import Bytes2D, Mask, PageView, Pinning, Record, huge_memory
+from tiers.base import Bytes2D, PageView, Pinning, Record, huge_memory
 from tiers.copy import CopyStream
 from tiers.disk import DiskTier
-from tiers.page import PageIds
+from tiers.ticket import CLOSING, DiskJob
 
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 2 << 20  # stays in a core's cache between copy and write
-CLOSING, READ, WRITE = range(3)  # what comes first
-
-
-class StreamJob:
-    """All of a ticket's pages, on a copy stream."""
-
-    places = slice(None)
-    ok = True
-    bad = keeps_slots = False
-    started_at = 0.0
-
-    def __init__(self, stream: CopyStream, source: PageView, target: PageView, fence: Any) -> None:
-        self.stream = stream
-        stream.wait(fence)
-        self.start = stream.record()
-        stream.copy(source, target)
-        self.end = stream.record()
-
-    @property
-    def done(self) -> bool:
-        """Raises CopyFailed where the stream broke."""
-        return self.stream.query(self.end)
-
-    @property
-    def finished_at(self) -> float:
-        return self.stream.elapsed(self.start, self.end)
-
-    def abandon(self) -> bool:
-        """It can't be stopped."""
-        return False
-
-
-@dataclass(eq=False)
-class DiskJob:
-    """One batch of a ticket, between `memory` and the disk's pages `stored`.
-
-    Its worker holds the lock whenever it touches memory.
-    """
-
-    places: slice  # of the batch in the ticket
-    memory: PageView
-    stored: PageIds
-    records: Callable[[], Sequence[Record]] | None  # None: a read
-    generation: int
-    fence: Any
-    ok: Mask | bool = False  # arrived
-    bad: Mask | bool = False  # not what was stored
-    started_at: float = math.inf
-    finished_at: float = 0.0
-    failure: BaseException | None = None
-    is_over: bool = False
-    abandoned: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def done(self) -> bool:
-        """Raises what its worker met with."""
-        if self.failure is not None:
-            raise self.failure
-        return self.is_over
-
-    @property
-    def keeps_slots(self) -> bool:
-        """Whether it may reach its slots until it is done, whenever the disk wakes up."""
-        return self.records is not None and self.started_at < math.inf
-
-    def abandon(self) -> bool:
-        """Stop it from touching memory; False while it is doing so (ask again soon)."""
-        if self.lock.acquire(blocking=False):
-            self.abandoned = True
-            self.lock.release()
-        return self.abandoned
 
 
 class StoreQueue:
@@ -130,9 +55,9 @@ class StoreQueue:
         for thread in self._threads:
             thread.start()
 
-    def put(self, rank: int, jobs: Sequence[DiskJob]) -> None:
-        for job in jobs:
-            self._jobs.put((rank, next(self._order), job))
+    def put(self, rank: int, job: DiskJob) -> None:
+        """Jobs of lower rank go first, then those that were put first."""
+        self._jobs.put((rank, next(self._order), job))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the workers; one that hangs at the disk is left to the end of the process."""

@@ -17,7 +17,7 @@ from radixsvc.bench.attention import HEADS, SHARED_LEN, SHARED_LENS, Paged, aren
 from radixsvc.bench.report import Metric
 from radixsvc.errors import SetupError
 from tiers.base import PageView
-from tiers.copy import CudaStream
+from tiers.cuda_copy import CudaStream
 
 COPY_BYTES = 1 << 30
 

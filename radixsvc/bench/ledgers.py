@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from tiers.base import Chain, StoredPage, Tier
-from tiers.mover import Ticket
 from tiers.page import InvariantError, PageIds, PageState
+from tiers.ticket import Ticket
 
 
 class LedgerTier(Tier):

@@ -1,0 +1,220 @@
+"""A transfer's ticket, the lane it queues in, and the jobs it waits for.
+
+That is one job on a copy stream, or several of the disk's workers.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tiers.base import Mask, PageView, Record, Tier
+from tiers.copy import CopyStream
+from tiers.disk import DiskTier
+from tiers.page import PageIds
+
+CLOSING, READ, WRITE = range(3)  # what the disk's workers do first
+FIRST_GUESS_S_PER_BYTE = 1e-9  # until a lane was used or probed
+RATE_MEMORY = 0.8  # weight of the past at each new measurement
+
+
+class StreamJob:
+    """All of a ticket's pages, on a copy stream."""
+
+    places = slice(None)
+    ok = True
+    bad = keeps_slots = False
+    started_at = 0.0
+
+    def __init__(self, stream: CopyStream, source: PageView, target: PageView, fence: Any) -> None:
+        self.stream = stream
+        stream.wait(fence)
+        self.start = stream.record()
+        stream.copy(source, target)
+        self.end = stream.record()
+
+    @property
+    def done(self) -> bool:
+        """Raises CopyFailed where the stream broke."""
+        return self.stream.query(self.end)
+
+    @property
+    def finished_at(self) -> float:
+        return self.stream.elapsed(self.start, self.end)
+
+    def abandon(self) -> bool:
+        """It can't be stopped."""
+        return False
+
+
+@dataclass(eq=False)
+class DiskJob:
+    """One batch of a ticket, between `memory` and the disk's pages `stored`.
+
+    Its worker holds the lock whenever it touches memory.
+    """
+
+    places: slice  # of the batch in the ticket
+    memory: PageView
+    stored: PageIds
+    records: Callable[[], Sequence[Record]] | None  # None: a read
+    generation: int
+    fence: Any
+    ok: Mask | bool = False  # arrived
+    bad: Mask | bool = False  # not what was stored
+    started_at: float = math.inf
+    finished_at: float = 0.0
+    failure: BaseException | None = None
+    is_over: bool = False
+    abandoned: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def done(self) -> bool:
+        """Raises what its worker met with."""
+        if self.failure is not None:
+            raise self.failure
+        return self.is_over
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether it may reach its slots until it is done, whenever the disk wakes up."""
+        return self.records is not None and self.started_at < math.inf
+
+    def abandon(self) -> bool:
+        """Stop it from touching memory; False while it is doing so (ask again soon)."""
+        if self.lock.acquire(blocking=False):
+            self.abandoned = True
+            self.lock.release()
+        return self.abandoned
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Pages on their way. Read `ok` and `bad` once `Mover.poll` has returned it."""
+
+    source: Tier
+    source_pages: PageIds
+    target: Tier
+    target_pages: PageIds
+    ok: Mask = field(init=False)
+    bad: Mask = field(init=False)
+    cancelled: bool = False
+    settled: bool = False
+    deadline: float = math.inf
+    generation: int = 0  # of the disk
+    jobs: deque[StreamJob | DiskJob] = field(default_factory=deque)  # that are not done
+    began: float = math.inf
+    ended: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.ok = np.zeros(len(self.source_pages), np.bool_)
+        self.bad = np.zeros(len(self.source_pages), np.bool_)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.source_pages) * self.source.page_bytes
+
+
+class Lane:
+    """What one tier sends another, on a copy stream or by the workers of `disk`.
+
+    Lanes of one stream, or of none, queue up behind those of lower `rank` and of their own.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        stream: CopyStream | None = None,
+        disk: DiskTier | None = None,
+        rank: int = READ,
+    ) -> None:
+        self.stream = stream
+        self.rank = rank
+        self.tickets: list[Ticket] = []
+        self.queued_bytes = 0
+        self._clock = clock
+        self._disk = disk
+        self._last_end = -math.inf
+        self.forget_rate()
+
+    def add(self, ticket: Ticket) -> None:
+        self.tickets.append(ticket)
+        self.queued_bytes += ticket.nbytes
+
+    def poll(self) -> list[Ticket]:
+        """Tickets that ended since the last call."""
+        waiting = [ticket for ticket in self.tickets if not ticket.settled]
+        self.tickets = [ticket for ticket in self.tickets if not self.is_over(ticket)]
+        return [ticket for ticket in waiting if ticket.settled and not ticket.cancelled]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the disk is late with something."""
+        return any(t.settled and self._clock() >= t.deadline for t in self.tickets)
+
+    def is_over(self, ticket: Ticket) -> bool:
+        """Bring a ticket up to date; whether nothing of it is under way any more."""
+        is_late = ticket.cancelled or self._clock() >= ticket.deadline
+        jobs = ticket.jobs  # of hundreds, one that is not done is enough for now
+        for _ in range(len(jobs)):
+            job = jobs.popleft()
+            if job.done:
+                self._take_in(job, ticket)
+            else:
+                jobs.append(job)
+                if not is_late:
+                    break
+        if not ticket.settled and (not jobs or (is_late and all(job.abandon() for job in jobs))):
+            self._settle(ticket)
+        return not jobs
+
+    def _take_in(self, job: StreamJob | DiskJob, ticket: Ticket) -> None:
+        if not ticket.settled:
+            ticket.ok[job.places] = job.ok
+            ticket.bad[job.places] = job.bad
+            ticket.began = min(ticket.began, job.started_at)
+            ticket.ended = max(ticket.ended, job.finished_at)
+        elif job.keeps_slots:
+            ticket.target.drop_readers(ticket.target_pages[job.places])
+
+    def _settle(self, ticket: Ticket) -> None:
+        """End a ticket with what its jobs did; those that are left are abandoned."""
+        ticket.settled = True
+        self.queued_bytes -= ticket.nbytes
+        if ticket.ok.all():
+            self._learn(ticket.nbytes, ticket.ended - max(ticket.began, self._last_end))
+        if self._disk is not None:
+            self._last_end = max(ticket.ended, self._last_end)  # the next one began before it
+            if ticket.generation != self._disk.generation:
+                ticket.ok[:] = False  # flushed meanwhile
+        target, pages = ticket.target, ticket.target_pages
+        if ticket.cancelled:
+            target.free(pages)
+        else:
+            target.publish(pages[ticket.ok])
+        ticket.source.drop_readers(ticket.source_pages)
+        is_over = np.ones(len(pages), np.bool_)
+        for job in ticket.jobs:
+            is_over[job.places] = not job.keeps_slots
+        target.drop_readers(pages[is_over])
+
+    # How fast it is
+
+    def seconds(self, nbytes: int) -> float:
+        """What so many bytes take."""
+        return nbytes * self._seconds / self._nbytes
+
+    def forget_rate(self) -> None:
+        self._nbytes, self._seconds = 1.0, FIRST_GUESS_S_PER_BYTE
+
+    def _learn(self, nbytes: int, seconds: float) -> None:
+        """Recent transfers weigh more, large ones too."""
+        self._nbytes = RATE_MEMORY * self._nbytes + nbytes
+        self._seconds = RATE_MEMORY * self._seconds + max(0.0, seconds)

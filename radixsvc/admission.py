@@ -160,16 +160,16 @@ class Edge:
     def ready_backend(self) -> Backend:
         """The model and its engine; NotReady or Draining where they take no requests."""
         if self.draining:
-            raise Draining("the service is shutting down; use another instance", retry_after=5.0)
+            raise Draining("the service is shutting down; use another instance")
         if self.backend is None or not self.backend.engine.ready:
-            raise NotReady("the model is still loading; retry in a moment", retry_after=2.0)
+            raise NotReady("the model is still loading; retry in a moment")
         return self.backend
 
     def enter(self, account: str) -> None:
         """Take one of a key's places among the requests in flight. QueueFull if none is left."""
         limit = self.config.server.max_concurrent
         if limit and self.in_flight[account] >= limit:
-            raise QueueFull(f"this key has {limit} requests in flight already", retry_after=1.0)
+            raise QueueFull(f"this key has {limit} requests in flight already")
         self.in_flight[account] += 1
 
     def leave(self, account: str) -> None:
@@ -204,22 +204,11 @@ class Call:
         encoding = body_encoding(headers.get("Content-Type", ""))
         if headers.get("Content-Encoding", "identity") != "identity":
             raise UnsupportedMediaType("compressed bodies are not taken: send it as it is")
-        if self.request.content.is_eof():
-            data = self.request.content.read_nowait()
-            if len(data) > self.request.client_max_size:
-                raise self._too_large()
+        content = self.request.content
+        if content.is_eof() and content.total_bytes <= self.request.client_max_size:
+            data = content.read_nowait()  # all there, as most are: no need to wait
         else:
-            seconds = self.edge.config.server.read_seconds
-            try:
-                async with asyncio.timeout(seconds):
-                    data = await self.request.read()
-            except web.HTTPRequestEntityTooLarge:
-                raise self._too_large() from None
-            except TimeoutError:
-                raise RequestTooSlow(
-                    f"the body did not arrive within {seconds:g} s: send it at once, or raise "
-                    "server.read_seconds"
-                ) from None
+            data = await self._wait_for_body()
         body = decode(data, encoding, kind)
         name = getattr(body, "model", None)
         if name and name != backend.model_name and not self.edge.config.model.any_name:
@@ -228,9 +217,20 @@ class Call:
             )
         return body
 
-    def _too_large(self) -> BodyTooLarge:
-        limit = self.edge.config.server.max_body
-        return BodyTooLarge(f"the body is larger than {limit}: send less, or raise server.max_body")
+    async def _wait_for_body(self) -> bytes:
+        server = self.edge.config.server
+        try:
+            async with asyncio.timeout(server.read_seconds):
+                return await self.request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise BodyTooLarge(
+                f"the body is larger than {server.max_body}: send less, or raise server.max_body"
+            ) from None
+        except TimeoutError:
+            raise RequestTooSlow(
+                f"the body did not arrive within {server.read_seconds:g} s: send it at once, or "
+                "raise server.read_seconds"
+            ) from None
 
 
 def as_service_error(error: Exception, id: str) -> ServiceError:

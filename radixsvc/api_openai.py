@@ -36,7 +36,6 @@ log = logging.getLogger("radixsvc.api")
 OFF_LOOP_CHARS = 8_192  # longer texts are tokenised on a thread, so that others are served
 MESSAGE_CHARS = 64  # what a message costs a template beside its text, about
 MAX_CHARS_A_TOKEN = 32  # of a text that is worth tokenising at all; English has 4 or 5
-MAX_STOP_CHARS = 1024
 AS_GIVEN = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "ignore_eos")  # fmt: skip
 _threads = ThreadPoolExecutor(2, "tokenize")  # few, since a long text takes much memory
@@ -95,11 +94,9 @@ def make_plan(
 ) -> Plan:
     """What a body asks for, with its defaults filled in. InvalidRequest."""
     bias = body.logit_bias or {}
-    if not all(key.isdecimal() and int(key) < call.backend.info.vocab_size for key in bias):
+    if any(not key.isdecimal() or int(key) >= call.backend.info.vocab_size for key in bias):
         raise InvalidRequest("logit_bias: keys are token ids", param="logit_bias")
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or ()
-    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise InvalidRequest(f"stop: strings of 1 to {MAX_STOP_CHARS} characters", param="stop")
+    stops = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -191,18 +188,14 @@ async def respond(call: Call, body: Sampling, plan: Plan, openings: list[str]) -
     texts = [text for text in openings for _ in range(plan.n)]
     is_chat, has_logprobs = isinstance(body, ChatRequest), plan.params.top_logprobs is not None
     shape = Shape(plan.id, call.backend.model_name, is_chat, has_logprobs, texts)
-    with Generation(call.edge, plan) as generation:
+    with Generation(call.edge, call.backend, plan) as generation:
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             return await stream(call, generation, shape, include_usage)
         totals = [Delta(index=i, text=text) for i, text in enumerate(texts)]
         while not generation.is_done:
             for delta in await generation.deltas():
-                total = totals[delta.index]
-                total.text += delta.text
-                total.tool_calls += delta.tool_calls
-                total.logprobs += delta.logprobs
-                total.finish_reason = delta.finish_reason
+                totals[delta.index].add(delta)
         return shape.whole(totals, generation.usage())
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,10 +29,9 @@ from radixsvc.protocol import (
     Message,
     PrefixMatch,
     PromptRequest,
-    TierTokens,
     UsageInfo,
 )
-from radixsvc.request import SamplingParams, Tokens
+from radixsvc.request import SamplingParams, Sources, Tokens
 from radixsvc.startup import Backend
 
 T = TypeVar("T")
@@ -67,30 +67,42 @@ async def read_scope(call: Call) -> Asked:
     return Asked(namespace, await read_prompt(call, body), body.ttl)
 
 
-async def on_prompt(call: Call, function: Callable[[PrefixCache, Asked], T]) -> T:
-    """`function` on the engine thread, for what the body asks about."""
-    asked = await read_scope(call)
-    return await on_engine(call.backend, lambda cache: function(cache, asked))
+def on_prompt(function: Callable[[PrefixCache, Asked], T]) -> Callable[[Call], Awaitable[T]]:
+    """The endpoint that runs `function` on the engine thread, for what the body asks about."""
+
+    async def endpoint(call: Call) -> T:
+        asked = await read_scope(call)
+        return await on_engine(call.backend, lambda cache: function(cache, asked))
+
+    return endpoint
 
 
-async def match(call: Call) -> PrefixMatch:
-    """POST /v1/prefix/match: how much of a prompt is cached, by tier; changes nothing."""
-    return await on_prompt(call, _match)
+def match(cache: PrefixCache, asked: Asked) -> PrefixMatch:
+    """How much of a prompt is cached, by tier; changes nothing."""
+    num_tokens = len(asked.tokens)
+    found = cache.match(asked.namespace, asked.tokens)
+    return PrefixMatch(
+        prompt_tokens=num_tokens,
+        cached_tokens=found.length,
+        radixsvc=Sources(found.device, found.host, found.disk, num_tokens - found.length),
+    )
 
 
 async def explained(call: Call) -> Explanation:
-    """POST /v1/prefix/explain: why a prompt is not cached any further."""
-    asked, found, seen = await on_prompt(
-        call, lambda cache, a: (a, _match(cache, a), look(cache.tree, a.namespace, a.tokens))
+    """Why a prompt is not cached any further."""
+    asked = await read_scope(call)
+    found, seen = await on_engine(
+        call.backend,
+        lambda cache: (match(cache, asked), look(cache.tree, asked.namespace, asked.tokens)),
     )
     tokenizer = call.backend.tokenizer
     return await asyncio.to_thread(explain, asked.tokens, found.radixsvc, seen, tokenizer)
 
 
 async def warm(call: Call) -> PrefixMatch:
-    """POST /v1/prefix/warm: compute and cache a prompt's keys and values."""
+    """Compute and cache a prompt's keys and values."""
     asked = await read_scope(call)
-    usage = await _prefill(call.edge, call.id, asked.namespace, asked.tokens)
+    usage = await prefill(call.edge, call.backend, call.id, asked)
     return PrefixMatch(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.prompt_tokens_details.cached_tokens,
@@ -98,27 +110,22 @@ async def warm(call: Call) -> PrefixMatch:
     )
 
 
-async def pin(call: Call) -> Any:
-    """POST /v1/prefix/pin: keep a cached prompt from being dropped, for `ttl` seconds."""
+def pin(cache: PrefixCache, asked: Asked) -> dict[str, Any]:
+    """Keep a cached prompt from being dropped, for `ttl` seconds."""
     try:
-        pinned, ttl = await on_prompt(
-            call, lambda cache, a: (cache.pin(a.namespace, a.tokens, a.ttl), a.ttl)
-        )
+        pinned = cache.pin(asked.namespace, asked.tokens, asked.ttl)
     except PinLimit as error:
         raise InvalidRequest(str(error), param="prompt") from None
-    return {"pinned_tokens": pinned, "ttl": ttl}
+    return {"pinned_tokens": pinned, "ttl": asked.ttl}
 
 
-async def unpin(call: Call) -> Any:
-    """POST /v1/prefix/unpin"""
-    return {"unpinned": await on_prompt(call, lambda cache, a: cache.unpin(a.namespace, a.tokens))}
+def unpin(cache: PrefixCache, asked: Asked) -> dict[str, Any]:
+    return {"unpinned": cache.unpin(asked.namespace, asked.tokens)}
 
 
-async def evict(call: Call) -> Any:
-    """POST /v1/prefix/evict: drop what is cached of a prompt and of nothing else."""
-    return {
-        "evicted_pages": await on_prompt(call, lambda cache, a: cache.evict(a.namespace, a.tokens))
-    }
+def evict(cache: PrefixCache, asked: Asked) -> dict[str, Any]:
+    """Drop what is cached of a prompt and of nothing else."""
+    return {"evicted_pages": cache.evict(asked.namespace, asked.tokens)}
 
 
 async def tokenize(call: Call) -> Any:
@@ -152,19 +159,14 @@ async def warm_named_prompts(edge: Edge) -> None:
                 text = await asyncio.to_thread(Path(prompt.file).read_text)
             except (OSError, UnicodeDecodeError) as error:
                 raise SetupError(f"prompts.{name}.file: {error}") from None
-        find = system_tokens if prompt.system else prompt_tokens
-        tokens = await find(backend, text)
-        namespace = namespace_key(prompt.namespace)
-        await _prefill(edge, f"prompt-{name}", namespace, tokens)
-
-        def keep(cache: PrefixCache, ns: str = namespace, ids: Tokens = tokens) -> int:
-            return cache.pin(ns, ids, float("inf"))
-
+        tokens = await (system_tokens if prompt.system else prompt_tokens)(backend, text)
+        asked = Asked(namespace_key(prompt.namespace), tokens, float("inf"))
+        await prefill(edge, backend, f"prompt-{name}", asked)
         try:
-            pinned = await on_engine(backend, keep)
-        except PinLimit as error:
+            pinned = await on_engine(backend, partial(pin, asked=asked))
+        except InvalidRequest as error:
             raise SetupError(f"prompts.{name}: {error}") from None
-        log.info("prompt %s: %d of %d tokens pinned", name, pinned, len(tokens))
+        log.info("prompt %s: %d of %d tokens pinned", name, pinned["pinned_tokens"], len(tokens))
 
 
 async def system_tokens(backend: Backend, text: str) -> Tokens:
@@ -179,34 +181,24 @@ async def system_tokens(backend: Backend, text: str) -> Tokens:
     return first[: differ[0] if len(differ) else size]
 
 
-async def _prefill(edge: Edge, id: str, namespace: str, tokens: Tokens) -> UsageInfo:
+async def prefill(edge: Edge, backend: Backend, id: str, asked: Asked) -> UsageInfo:
     """Compute a prompt. The one token sampled for it is thrown away."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    plan = Plan(f"warm-{id}", account_name(namespace), namespace, [tokens], params)
-    with Generation(edge, plan) as generation:
+    account = account_name(asked.namespace)
+    plan = Plan(f"warm-{id}", account, asked.namespace, [asked.tokens], params)
+    with Generation(edge, backend, plan) as generation:
         while not generation.is_done:
             await generation.deltas()
         return generation.usage()
 
 
-def _match(cache: PrefixCache, asked: Asked) -> PrefixMatch:
-    tokens = asked.tokens
-    found = cache.match(asked.namespace, tokens)
-    computed = len(tokens) - found.length
-    return PrefixMatch(
-        prompt_tokens=len(tokens),
-        cached_tokens=found.length,
-        radixsvc=TierTokens(found.device, found.host, found.disk, computed),
-    )
-
-
-ROUTES = {
-    ("POST", "/v1/prefix/match"): match,
+ROUTES: dict[tuple[str, str], Callable[[Call], Awaitable[Any]]] = {
+    ("POST", "/v1/prefix/match"): on_prompt(match),
     ("POST", "/v1/prefix/explain"): explained,
     ("POST", "/v1/prefix/warm"): warm,
-    ("POST", "/v1/prefix/pin"): pin,
-    ("POST", "/v1/prefix/unpin"): unpin,
-    ("POST", "/v1/prefix/evict"): evict,
+    ("POST", "/v1/prefix/pin"): on_prompt(pin),
+    ("POST", "/v1/prefix/unpin"): on_prompt(unpin),
+    ("POST", "/v1/prefix/evict"): on_prompt(evict),
     ("POST", "/v1/tokenize"): tokenize,
     ("POST", "/v1/detokenize"): detokenize,
 }

@@ -1,4 +1,4 @@
-"""The HTTP service: its routes, and what is done around every request."""
+"""The HTTP service: its routes, those for operators too, and what is done around every request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from radixsvc import __version__, api_admin, api_openai, api_prefix
+from radixsvc import __version__, api_openai, api_prefix
 from radixsvc.admission import ANYONE, EDGE, Call, Edge, as_service_error
+from radixsvc.api_prefix import on_engine
+from radixsvc.cache import TokensByTier
 from radixsvc.codec import Encoding, answer_encoding, encode
 from radixsvc.errors import MethodNotAllowed, NotFound, PermissionDenied
+from radixsvc.inspection import format_tree
+from radixsvc.metrics import CONTENT_TYPE
+from radixsvc.namespace import account_name
 
 log = logging.getLogger("radixsvc.http")
 Handler = Callable[[Call], Awaitable[Any]]
 
 LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
+MAX_NODES = 1000  # of the tree that are shown
 _PREFIX, _counter = secrets.token_hex(6), itertools.count(1)  # ids are unique among processes too
 
 
@@ -34,7 +40,7 @@ def create_app(edge: Edge) -> web.Application:
     for (method, path), handler in ROUTES.items():
         add = app.router.add_get if method == "GET" else app.router.add_post
         add(path, _endpoint(edge, path, handler))
-    app.router.add_route("*", "/{path:.*}", _endpoint(edge, "unknown", _unknown))
+    app.router.add_route("*", "/{path:.*}", _endpoint(edge, "unknown", unknown))
     return app
 
 
@@ -51,37 +57,83 @@ def make_runner(app: web.Application) -> web.AppRunner:
     )
 
 
-async def _healthz(call: Call) -> web.Response:
+async def healthz(call: Call) -> web.Response:
     failure = call.edge.failure
     return web.Response(text="failed" if failure else "ok", status=500 if failure else 200)
 
 
-async def _readyz(call: Call) -> web.Response:
+async def readyz(call: Call) -> web.Response:
     ready = call.edge.ready
     return web.Response(text="ready" if ready else "not ready", status=200 if ready else 503)
 
 
-async def _version(call: Call) -> dict[str, str]:
+async def version(call: Call) -> Any:
     return {"version": __version__}
 
 
-async def _unknown(call: Call) -> web.Response:
+async def tree(call: Call) -> Any:
+    """The cached prefixes as text; of the caller's namespaces, or for an administrator of all."""
+    caller = call.caller
+
+    def is_visible(namespace: str) -> bool:
+        return caller.admin or account_name(namespace) == caller.name
+
+    return {
+        "text": await on_engine(
+            call.backend, lambda cache: format_tree(cache.tree, MAX_NODES, is_visible)
+        )
+    }
+
+
+async def stats(call: Call) -> Any:
+    call.require_admin()
+    cache = vars(await on_engine(call.backend, lambda cache: cache.stats()))
+    return {
+        "model": call.backend.model_name,
+        "in_flight": sum(call.edge.in_flight.values()),
+        "engine": call.backend.engine.stats(),
+        "cache": {n: v._asdict() if isinstance(v, TokensByTier) else v for n, v in cache.items()},
+    }
+
+
+async def metrics(call: Call) -> web.Response:
+    """In Prometheus' text format."""
+    call.require_admin()
+    cache = await on_engine(call.backend, lambda cache: cache.stats())
+    text = call.edge.metrics.render(call.backend.engine.stats(), cache)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def flush(call: Call) -> Any:
+    """Empty the cache, all namespaces and tiers. The body is an empty map."""
+    call.require_admin()
+    await call.read(dict[str, Any])
+    await on_engine(call.backend, lambda cache: cache.flush())
+    return {"flushed": True}
+
+
+async def unknown(call: Call) -> web.Response:
     methods: set[str] = set()
     for resource in call.request.app.router.resources():
         methods |= (await resource.resolve(call.request))[1]
     if allowed := sorted(methods - {hdrs.METH_ANY}):
-        raise MethodNotAllowed(allowed)
+        raise MethodNotAllowed(
+            f"this path is for {' and '.join(allowed)}", headers={"Allow": ", ".join(allowed)}
+        )
     raise NotFound("there is no such path: OpenAI's are under /v1, as /v1/chat/completions")
 
 
 OPEN_ROUTES = ("/healthz", "/readyz", "/version")
 ROUTES: dict[tuple[str, str], Handler] = {
-    ("GET", "/healthz"): _healthz,
-    ("GET", "/readyz"): _readyz,
-    ("GET", "/version"): _version,
+    ("GET", "/healthz"): healthz,
+    ("GET", "/readyz"): readyz,
+    ("GET", "/version"): version,
+    ("GET", "/v1/tree"): tree,
+    ("GET", "/v1/stats"): stats,
+    ("GET", "/metrics"): metrics,
+    ("POST", "/v1/flush"): flush,
     **api_openai.ROUTES,
     **api_prefix.ROUTES,
-    **api_admin.ROUTES,
 }
 
 
@@ -92,6 +144,7 @@ def _endpoint(
     the encoding the client accepts, and every error in OpenAI's shape."""
     is_open = route in OPEN_ROUTES
     is_private = not edge.keys and not edge.config.server.public_without_keys
+    requests = edge.metrics.requests
 
     async def handle(request: web.Request) -> web.StreamResponse:
         started = time.monotonic()
@@ -116,15 +169,15 @@ def _endpoint(
             response = web.Response(status=status)
         except Exception as error:
             known = as_service_error(error, id)
-            response = _answer({"error": known.to_dict()}, encoding, known.status)
-            response.headers.update(known.headers)
             status = known.status
+            response = _answer({"error": known.to_dict()}, encoding, status)
+            response.headers.update(known.headers)
         finally:
-            edge.metrics.count(route, status)
+            requests[route, status] += 1
             log.log(
                 logging.DEBUG if status < 400 else logging.INFO,
                 "%s %s %d %.1f ms %s",
-                request.method if route != "unknown" else "-",
+                request.method if handler is not unknown else "-",
                 route,
                 status,
                 (time.monotonic() - started) * 1000,
@@ -137,7 +190,7 @@ def _endpoint(
     return handle
 
 
-def _answer(value: Any, encoding: Encoding, status: int = 200) -> web.StreamResponse:
+def _answer(value: Any, encoding: Encoding, status: int = 200) -> web.Response:
     return web.Response(body=encode(value, encoding), content_type=encoding.value, status=status)
 
 

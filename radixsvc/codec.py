@@ -133,10 +133,10 @@ def token_ids(value: Any, param: str, vocab_size: int) -> Tokens:
     elif len(value) % 4:
         raise InvalidRequest(f"{param}: a bin of token ids holds int32", param=param)
     else:
-        ids = np.frombuffer(value, "<i4").astype(np.int32, copy=False)
-        # as unsigned, a negative id is a large one
-        if len(ids) and int(ids.view(np.uint32).max()) >= vocab_size:
+        unsigned = np.frombuffer(value, np.uint32)  # as such, a negative id is a large one
+        if np.maximum.reduce(unsigned, initial=0) >= vocab_size:
             raise InvalidRequest(f"{param}: token ids run from 0 to {vocab_size - 1}", param=param)
+        ids = unsigned.view(np.int32)
     if len(ids) == 0:
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
     return ids

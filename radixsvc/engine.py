@@ -133,7 +133,7 @@ class Engine:
             raise EngineFailed("the engine has failed and the service is ending")
         limit = self.config.scheduler.max_waiting
         if len(self._requests) >= limit + self.config.scheduler.max_running:
-            raise QueueFull(f"{limit} requests are waiting already", retry_after=1.0)
+            raise QueueFull(f"{limit} requests are waiting already")
         if len(request.tokens) == 0:
             raise ContextLengthExceeded("the prompt is empty: at least one token is needed")
         total = len(request.tokens) + request.params.max_tokens

@@ -6,37 +6,35 @@ caller as an answer: it ends the process. These here are for people and their pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 
 class ServiceError(Exception):
-    """An outcome with an HTTP status; `message` says what is wrong and what to do about it."""
+    """An outcome with an HTTP status; `message` says what is wrong and what to do about it, and
+    `headers` what the answer has to say beside its body."""
 
     status = 500
     type = "server_error"
     code: str | None = None
+    headers: Mapping[str, str] = {}
 
-    def __init_subclass__(
-        cls, status: int | None = None, type: str | None = None, code: str | None = None
-    ) -> None:
-        cls.status, cls.type, cls.code = status or cls.status, type or cls.type, code or cls.code
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Takes what a class does not share with its parent: `class A(B, status=404): ...`"""
+        for name, value in kwargs.items():
+            setattr(cls, name, value)
 
     def __init__(
-        self, message: str, *, param: str | None = None, retry_after: float | None = None
+        self, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after = retry_after
+        self.headers = headers or self.headers
 
     def to_dict(self) -> dict[str, str | None]:
         """OpenAI's error object."""
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """What the answer has to say beside its body."""
-        return {} if self.retry_after is None else {"retry-after": f"{self.retry_after:.0f}"}
 
 
 class InvalidRequest(ServiceError, status=400, type="invalid_request_error"): ...
@@ -47,11 +45,12 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
 
 
 class AuthenticationFailed(
-    ServiceError, status=401, type="authentication_error", code="invalid_api_key"
-):
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"WWW-Authenticate": "Bearer"}
+    ServiceError,
+    status=401,
+    type="authentication_error",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+): ...
 
 
 class PermissionDenied(ServiceError, status=403, type="permission_error"): ...
@@ -60,16 +59,7 @@ class PermissionDenied(ServiceError, status=403, type="permission_error"): ...
 class NotFound(InvalidRequest, status=404, code="not_found"): ...
 
 
-class MethodNotAllowed(InvalidRequest, status=405):
-    """There is such a path, for the methods `allowed`."""
-
-    def __init__(self, allowed: Sequence[str]) -> None:
-        super().__init__(f"this path is for {' and '.join(allowed)}")
-        self.allowed = allowed
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Allow": ", ".join(self.allowed)}
+class MethodNotAllowed(InvalidRequest, status=405): ...
 
 
 class NotAcceptable(InvalidRequest, status=406): ...
@@ -84,8 +74,14 @@ class BodyTooLarge(InvalidRequest, status=413): ...
 class UnsupportedMediaType(InvalidRequest, status=415): ...
 
 
-class QueueFull(ServiceError, status=429, type="rate_limit_error", code="queue_full"):
-    """Too much is waiting; come back after `retry_after` seconds."""
+class QueueFull(
+    ServiceError,
+    status=429,
+    type="rate_limit_error",
+    code="queue_full",
+    headers={"retry-after": "1"},
+):
+    """Too much is waiting; come back later."""
 
 
 class SlowReader(ServiceError, status=408, code="slow_reader"):
@@ -95,11 +91,11 @@ class SlowReader(ServiceError, status=408, code="slow_reader"):
 class DeadlineExceeded(ServiceError, status=504, code="deadline_exceeded"): ...
 
 
-class Draining(ServiceError, status=503, code="draining"):
+class Draining(ServiceError, status=503, code="draining", headers={"retry-after": "5"}):
     """The service is shutting down and takes no new requests."""
 
 
-class NotReady(ServiceError, status=503, code="not_ready"):
+class NotReady(ServiceError, status=503, code="not_ready", headers={"retry-after": "2"}):
     """The model is still being loaded."""
 
 

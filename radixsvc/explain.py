@@ -16,8 +16,8 @@ import numpy as np
 
 from radixsvc.match import Match, num_known
 from radixsvc.node import PAGES, TOKEN_BYTES, Node
-from radixsvc.protocol import Divergence, Evicted, Explanation, Realigned, TierTokens
-from radixsvc.request import Tokens
+from radixsvc.protocol import Divergence, Evicted, Explanation, Realigned
+from radixsvc.request import Sources, Tokens
 from radixsvc.tree import RadixTree
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _branch(tree: RadixTree, found: Match) -> Tokens:
     return np.frombuffer(b"".join(runs)[skip:][: MAX_BRANCH * TOKEN_BYTES], np.int32)
 
 
-def explain(tokens: Tokens, cached: TierTokens, seen: Look, tokenizer: Tokenizer) -> Explanation:
+def explain(tokens: Tokens, cached: Sources, seen: Look, tokenizer: Tokenizer) -> Explanation:
     """Words and data for what was collected."""
     num_cached = cached.device + cached.host + cached.disk
     divergence = realigned = None

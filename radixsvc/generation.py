@@ -12,16 +12,16 @@ import asyncio
 import itertools
 import struct
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
-from radixsvc.protocol import ChatLogprob, Delta, PromptDetails, TierTokens, TopLogprob, UsageInfo
-from radixsvc.request import FinishReason, Request, SamplingParams, TokenLogprob, Tokens, Usage
-from radixsvc.stream import Finished, TokenStream
-from radixsvc.text import Piece, TextAssembler
-from radixsvc.tokenizer import IncrementalDetokenizer, Tokenizer
+from radixsvc.protocol import ChatLogprob, Delta, PromptDetails, TopLogprob, UsageInfo
+from radixsvc.request import Request, SamplingParams, Sources, TokenLogprob, Tokens, Usage
+from radixsvc.stream import TokenStream
+from radixsvc.text import TextAssembler
+from radixsvc.tokenizer import Tokenizer
 from radixsvc.toolcalls import ToolCallParser
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)  # two requests may come with one id of a client's choice
 
 
-@dataclass
-class Plan:
+class Plan(Struct):
     """`n` choices for each of `prompts`. Choice i of prompt p has the index p * n + i."""
 
     id: str
@@ -51,12 +50,13 @@ class Plan:
 class Generation:
     """A submitted plan; to be used as a context manager."""
 
-    def __init__(self, edge: Edge, plan: Plan) -> None:
+    def __init__(self, edge: Edge, backend: Backend, plan: Plan) -> None:
         self.edge = edge
-        self.backend = edge.ready_backend()
+        self.backend = backend
         self.plan = plan
         self.started = time.monotonic()
         self._has_begun = False
+        self._num_ended = 0
         self._ready = asyncio.Event()
         self._choices: list[_Choice] = []
 
@@ -69,8 +69,7 @@ class Generation:
             for index in range(len(plan.prompts) * plan.n):
                 params = plan.params
                 if params.seed is not None and index % plan.n:
-                    seed = (params.seed + index % plan.n) % 2**63
-                    params = msgspec.structs.replace(params, seed=seed)
+                    params = replace(params, seed=(params.seed + index % plan.n) % 2**63)
                 request = Request(
                     id=f"{plan.id}-{next(_numbers)}",
                     namespace=plan.namespace,
@@ -96,37 +95,40 @@ class Generation:
 
     @property
     def is_done(self) -> bool:
-        return None not in [choice.usage for choice in self._choices]
+        return self._num_ended == len(self._choices)
 
     async def deltas(self) -> list[Delta]:
         """More of any choices, as soon as there is. Raises what ended a request."""
         while True:
             self._ready.clear()  # before looking: what comes later sets it again
-            found: list[Delta] = []
-            for choice in self._choices:
-                choice.take(found)
-            if found:
-                if not self._has_begun:
-                    self._has_begun = True
-                    self.edge.metrics.first_token.observe(time.monotonic() - self.started)
-                return found
+            deltas = [delta for choice in self._choices if (delta := choice.take()) is not None]
+            if deltas:
+                break
             await self._ready.wait()
+        if not self._has_begun:
+            self._has_begun = True
+            self.edge.metrics.first_token.observe(time.monotonic() - self.started)
+        for delta in deltas:
+            self._num_ended += delta.finish_reason is not None
+        return deltas
 
     def usage(self) -> UsageInfo:
         """Once all have ended. Of each prompt the first choice counts: others share its pages."""
-        prompt = completion = device = host = disk = 0
+        num_completion = 0
+        sources = Sources(0, 0, 0, 0)
         for i, choice in enumerate(self._choices):
-            usage = choice.usage
-            assert usage is not None
-            completion += usage.completion_tokens
+            assert choice.usage is not None
+            num_completion += choice.usage.completion_tokens
             if i % self.plan.n == 0:
-                prompt += usage.prompt_tokens
-                device += usage.sources.device
-                host += usage.sources.host
-                disk += usage.sources.disk
-        cached = device + host + disk
-        tiers = TierTokens(device, host, disk, prompt - cached)
-        return UsageInfo(prompt, completion, prompt + completion, PromptDetails(cached), tiers)
+                sources += choice.usage.sources
+        num_prompt = sources.cached + sources.computed
+        return UsageInfo(
+            num_prompt,
+            num_completion,
+            num_prompt + num_completion,
+            PromptDetails(sources.cached),
+            sources,
+        )
 
 
 class _Choice:
@@ -137,44 +139,41 @@ class _Choice:
         self.usage: Usage | None = None
         self._index = index
         self._backend = backend
-        self._text = TextAssembler(IncrementalDetokenizer(backend.tokenizer), plan.stops)
+        self._text = TextAssembler(backend.tokenizer, plan.stops)
         self._tools = ToolCallParser(plan.tool_names, plan.reply_start) if plan.tool_names else None
 
-    def take(self, deltas: list[Delta]) -> None:
-        """Add what has come since, without waiting."""
-        while (event := self.request.stream.take()) is not None:
-            if isinstance(event, Finished):
-                self.usage = event.usage
-                deltas.append(self._last(event.reason))
-                return
-            if not self._text.stopped:
-                delta = self._delta(self._text.push(event.tokens, event.logprobs))
-                if self._text.stopped:
-                    self._backend.engine.cancel(self.request.id)
-                if delta.text or delta.tokens or delta.tool_calls:
-                    deltas.append(delta)
-
-    def _delta(self, piece: Piece, is_last: bool = False) -> Delta:
+    def take(self) -> Delta | None:
+        """What has come since, without waiting; None where there is nothing to tell."""
+        chunk = self.request.stream.take()
+        if chunk is None:
+            return None
+        end = chunk.end
+        piece = self._text.push(chunk.tokens, chunk.logprobs, end is not None)
         delta = Delta(
             index=self._index,
             text=piece.text,
             tokens=struct.pack(f"<{len(piece.tokens)}i", *piece.tokens),
             logprobs=[_logprob(logprob, self._backend.tokenizer) for logprob in piece.logprobs],
         )
+        if end is not None:
+            self.usage = end.usage
+            delta.finish_reason = "stop" if self._text.stopped else end.reason.value
+        elif self._text.stopped:
+            self._backend.engine.cancel(self.request.id)
         if self._tools is not None:
-            num_known = len(self._tools.calls)
-            delta.text = self._tools.push(piece.text)
-            if is_last:
-                delta.text += self._tools.flush()
-            delta.tool_calls = self._tools.calls[num_known:]
-        return delta
+            self._take_calls(self._tools, delta)
+        has_more = delta.text or delta.tokens or delta.tool_calls or delta.finish_reason
+        return delta if has_more else None
 
-    def _last(self, reason: FinishReason) -> Delta:
-        delta = self._delta(self._text.flush(), is_last=True)
-        delta.finish_reason = "stop" if self._text.stopped else reason.value
-        if self._tools is not None and self._tools.calls and not self._tools.is_cut:
-            delta.finish_reason = "tool_calls"
-        return delta
+    def _take_calls(self, tools: ToolCallParser, delta: Delta) -> None:
+        """Move the calls in a delta's text to where they belong."""
+        num_known = len(tools.calls)
+        delta.text = tools.push(delta.text)
+        if delta.finish_reason:
+            delta.text += tools.flush()
+            if tools.calls and not tools.is_cut:
+                delta.finish_reason = "tool_calls"
+        delta.tool_calls = tools.calls[num_known:]
 
 
 def _logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> ChatLogprob:

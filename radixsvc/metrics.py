@@ -1,56 +1,79 @@
-"""Prometheus metrics. What the engine counts is read from it when they are scraped."""
+"""Prometheus metrics: what edge, engine and cache have counted, put into families at a scrape."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
-from functools import cache, partial
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from radixsvc.cache import CacheStats
 from radixsvc.engine import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Histogram:
+    """Durations, counted by the smallest of `SECONDS` that is not below them."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        bounds = [*map(str, SECONDS), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
+        return HistogramMetricFamily(f"radixsvc_{name}", text, buckets, self._sum)
 
 
 class Metrics:
-    """The edge's own counters and histograms, beside the engine's. No label holds client text."""
+    """The edge's own, written on the event loop alone. No label holds client text."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "radixsvc_requests", "HTTP requests", ["route", "status"], registry=self.registry
-        )
-        self._labelled = cache(self.requests.labels)  # looking labels up is not free
-        seconds = partial(Histogram, registry=self.registry, buckets=SECONDS)
-        self.first_token = seconds(
-            "radixsvc_time_to_first_token_seconds", "From the request's arrival to its first token"
-        )
-        self.duration = seconds("radixsvc_request_seconds", "From the request's arrival to its end")
-
-    def count(self, route: str, status: int) -> None:
-        """One more HTTP request."""
-        self._labelled(route, status).inc()
+        self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
+        self.first_token = Histogram()
+        self.duration = Histogram()
 
     def render(self, engine: EngineStats, cache: CacheStats) -> bytes:
         """The text of a scrape; `cache` comes from the engine's thread."""
-        return generate_latest(self.registry) + generate_latest(_Snapshot(engine, cache))
+        return generate_latest(_Snapshot(self, engine, cache))
 
 
+@dataclass
 class _Snapshot(Collector):
-    """The engine's and the cache's own figures."""
-
-    def __init__(self, engine: EngineStats, cache: CacheStats) -> None:
-        self.engine = engine
-        self.cache = cache
+    edge: Metrics
+    engine: EngineStats
+    cache: CacheStats
 
     def collect(self) -> Iterator[Metric]:
         stats, cache = self.engine, self.cache
-        sources = dataclasses.asdict(stats.sources)
+        requests = CounterMetricFamily(
+            "radixsvc_requests", "HTTP requests", labels=["route", "status"]
+        )
+        for (route, status), count in self.edge.requests.items():
+            requests.add_metric([route, str(status)], count)
+        yield requests
+        yield self.edge.first_token.family(
+            "time_to_first_token_seconds", "From the request's arrival to its first token"
+        )
+        yield self.edge.duration.family("request_seconds", "From the request's arrival to its end")
+        sources = msgspec.structs.asdict(stats.sources)
         yield _labelled("prompt_tokens", "Prompt tokens by source", "source", sources)
         yield _labelled("finished_requests", "Requests by outcome", "reason", stats.finished)
         yield _labelled(

@@ -12,10 +12,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from radixsvc.request import Sources
+
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Salt = Annotated[str, Meta(max_length=256)]
 
 
@@ -40,7 +43,7 @@ class Sampling(Struct, kw_only=True):
     ) = None
     seed: int | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
-    stop: str | Annotated[list[str], Meta(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=64)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
@@ -139,21 +142,12 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
-class TierTokens(Struct):
-    """Where the prompt's keys and values came from, in tokens. They sum to `prompt_tokens`."""
-
-    device: int
-    host: int
-    disk: int
-    computed: int
-
-
 class UsageInfo(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    radixsvc: TierTokens
+    radixsvc: Sources
 
 
 class TopLogprob(Struct):
@@ -197,7 +191,7 @@ class Choice(Struct, kw_only=True):
     logprobs: Any = None
 
 
-class Completion(Struct, kw_only=True):
+class Completion(Struct):
     """A whole answer of either endpoint, and a chunk of one."""
 
     id: str
@@ -213,7 +207,7 @@ class PrefixMatch(Struct, kw_only=True):
 
     prompt_tokens: int
     cached_tokens: int
-    radixsvc: TierTokens
+    radixsvc: Sources
 
 
 class Evicted(Struct):
@@ -272,6 +266,14 @@ class Delta(Struct, tag="delta", omit_defaults=True, kw_only=True):
     tool_calls: list[ToolCall] = []
     logprobs: list[ChatLogprob] = []
     finish_reason: str | None = None
+
+    def add(self, more: Delta) -> None:
+        """What came after this, to the same choice."""
+        self.text += more.text
+        self.tokens += more.tokens
+        self.tool_calls += more.tool_calls
+        self.logprobs += more.logprobs
+        self.finish_reason = more.finish_reason
 
 
 class End(Struct, tag="end"):

@@ -73,8 +73,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]  # (token, logprob), best first
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(msgspec.Struct, frozen=True):
     """Where the keys and values of a prompt's tokens came from; the four sum to its length."""
 
     device: int
@@ -86,9 +85,16 @@ class Sources:
     def cached(self) -> int:
         return self.device + self.host + self.disk
 
+    def __add__(self, other: Sources) -> Sources:
+        return Sources(
+            self.device + other.device,
+            self.host + other.host,
+            self.disk + other.disk,
+            self.computed + other.computed,
+        )
 
-@dataclass(frozen=True)
-class Usage:
+
+class Usage(msgspec.Struct, frozen=True):
     """What a request took. `recomputed` counts tokens computed again after a preemption."""
 
     prompt_tokens: int

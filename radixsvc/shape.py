@@ -22,33 +22,36 @@ from radixsvc.protocol import (
 
 
 class Shape:
-    """Turns stream events into OpenAI's objects, of chats or of plain completions."""
+    """Turns stream events into OpenAI's objects, of chats or of plain completions.
+
+    `openings`: by choice, the text of the prompt where it is echoed.
+    """
 
     def __init__(
         self, id: str, model: str, is_chat: bool, has_logprobs: bool, openings: list[str]
     ) -> None:
         self.id = id
         self.model = model
-        self.object = "chat.completion" if is_chat else "text_completion"
-        self.openings = openings  # by choice: the text of the prompt where it is echoed
         self.is_chat = is_chat
-        self._has_logprobs = has_logprobs
-        self._created = int(time.time())
-        self._offsets = [len(text) for text in openings]
+        self.object = "chat.completion" if is_chat else "text_completion"
+        self.chunk_object = "chat.completion.chunk" if is_chat else self.object
+        self.openings = openings
+        self.created = int(time.time())
+        self._offsets = [len(text) for text in openings] if has_logprobs else []
 
     def beginning(self, num_prompt_tokens: int, is_sse: bool) -> Sequence[Completion | StreamEvent]:
         """What a stream has before anything is generated: a header, roles, echoed prompts."""
         deltas = [Delta(index=i, text=text) for i, text in enumerate(self.openings)]
         if not is_sse:
             header = Header(
-                id=self.id, created=self._created, model=self.model, object=self.object,
+                id=self.id, created=self.created, model=self.model, object=self.object,
                 prompt_tokens=num_prompt_tokens,
             )  # fmt: skip
             return [header, *(delta for delta in deltas if delta.text)]
         if not self.is_chat:
             return self.chunks(deltas)
         first = Reply(role="assistant", content="")
-        return [self._chunk(Choice(index=delta.index, delta=first)) for delta in deltas]
+        return [self._chunk([Choice(index=delta.index, delta=first)]) for delta in deltas]
 
     def chunks(self, deltas: list[Delta]) -> list[Completion]:
         """Deltas as OpenAI's chunks; tokens that have no text yet make none."""
@@ -59,16 +62,12 @@ class Shape:
                 if self.is_chat:
                     calls = delta.tool_calls or UNSET
                     choice.delta = Reply(content=delta.text or UNSET, tool_calls=calls)
-                chunks.append(self._chunk(choice))
+                chunks.append(self._chunk([choice]))
         return chunks
-
-    def _chunk(self, *choices: Choice, usage: UsageInfo | None = None) -> Completion:
-        suffix = ".chunk" if self.is_chat else ""
-        return self._completion([*choices], usage, self.object + suffix)
 
     def closing(self, usage: UsageInfo) -> Completion:
         """The chunk that carries the usage, behind all others."""
-        return self._chunk(usage=usage)
+        return self._chunk([], usage)
 
     def whole(self, totals: list[Delta], usage: UsageInfo) -> Completion:
         """The answer, from each choice's deltas added up."""
@@ -84,31 +83,28 @@ class Shape:
                     tool_calls=total.tool_calls or UNSET,
                 )
             choices.append(choice)
-        return self._completion(choices, usage, self.object)
+        return Completion(self.id, self.object, self.created, self.model, choices, usage)
 
-    def _completion(
-        self, choices: list[Choice], usage: UsageInfo | None, object: str
-    ) -> Completion:
-        return Completion(
-            id=self.id, object=object, created=self._created, model=self.model,
-            choices=choices, usage=usage,
-        )  # fmt: skip
+    def _chunk(self, choices: list[Choice], usage: UsageInfo | None = None) -> Completion:
+        return Completion(self.id, self.chunk_object, self.created, self.model, choices, usage)
 
     def _choice(self, delta: Delta) -> Choice:
         choice = Choice(index=delta.index, finish_reason=delta.finish_reason)
-        if self.is_chat:
-            if delta.logprobs:
-                choice.logprobs = ChatLogprobs(delta.logprobs)
-            return choice
-        choice.text = delta.text
-        if self._has_logprobs:
-            items, offset = delta.logprobs, self._offsets[delta.index]
-            *offsets, end = accumulate((len(item.token) for item in items), initial=offset)
-            self._offsets[delta.index] = end
-            choice.logprobs = TextLogprobs(
-                tokens=[item.token for item in items],
-                token_logprobs=[item.logprob for item in items],
-                top_logprobs=[{o.token: o.logprob for o in item.top_logprobs} for item in items],
-                text_offset=offsets,
-            )
+        if not self.is_chat:
+            choice.text = delta.text
+            if self._offsets:
+                choice.logprobs = self._text_logprobs(delta)
+        elif delta.logprobs:
+            choice.logprobs = ChatLogprobs(delta.logprobs)
         return choice
+
+    def _text_logprobs(self, delta: Delta) -> TextLogprobs:
+        items, offset = delta.logprobs, self._offsets[delta.index]
+        *offsets, end = accumulate((len(item.token) for item in items), initial=offset)
+        self._offsets[delta.index] = end
+        return TextLogprobs(
+            tokens=[item.token for item in items],
+            token_logprobs=[item.logprob for item in items],
+            top_logprobs=[{o.token: o.logprob for o in item.top_logprobs} for item in items],
+            text_offset=offsets,
+        )

@@ -9,35 +9,39 @@ slowly, `unread_since` when to give up on it.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from radixsvc.errors import ServiceError
 from radixsvc.request import FinishReason, TokenLogprob, Usage
 
 
 @dataclass(frozen=True)
-class TokenChunk:
-    """Sampled tokens in order; `logprobs` is as long as `tokens`, or empty where not asked for."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprob]
-
-
-@dataclass(frozen=True)
 class Finished:
-    """The last event of a stream that ended well."""
+    """How a stream ended that ended well."""
 
     reason: FinishReason
     usage: Usage
 
 
+class TokenChunk(NamedTuple):
+    """Sampled tokens in order; `logprobs` is as long as `tokens`, or empty where not asked for.
+
+    `end` comes with the last chunk alone, which may have no tokens.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    end: Finished | None
+
+
 class TokenStream:
     """One request's channel. `capacity` is in tokens; `full` asks the engine to hold off.
 
-    `ready` is set when there may be something to take; several streams can share one.
+    `ready` is set when there may be something to take; several streams can share one. One thread
+    appends and one takes from the front, each by what a list does at once, so there is no lock.
     """
 
     def __init__(
@@ -49,7 +53,6 @@ class TokenStream:
         self.loop = loop
         self.capacity = capacity
         self.unread_since: float | None = None  # monotonic seconds of the oldest unread token
-        self._lock = threading.Lock()
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._end: Finished | ServiceError | None = None
@@ -62,49 +65,49 @@ class TokenStream:
 
     def put(self, token: int, logprob: TokenLogprob | None) -> None:
         """Engine thread: one more token."""
-        with self._lock:
-            if self.unread_since is None:
-                self.unread_since = time.monotonic()
-            self._tokens.append(token)
-            if logprob is not None:
-                self._logprobs.append(logprob)
+        if self.unread_since is None:
+            self.unread_since = time.monotonic()
+        if logprob is not None:  # first, so that a token that is seen has its own
+            self._logprobs.append(logprob)
+        self._tokens.append(token)
 
     def close(self, end: Finished | ServiceError) -> None:
         """Engine thread: nothing follows. The first end counts, later ones are ignored."""
-        with self._lock:
-            if self._end is None:
-                self._end = end
+        if self._end is None:
+            self._end = end
 
     def wake(self) -> None:
         """Event loop: let the reader look."""
         self._ready.set()
 
-    def take(self) -> TokenChunk | Finished | None:
-        """What has come since; at the end `Finished`, once. Raises the ServiceError that ended
-        the request."""
-        with self._lock:
-            tokens, self._tokens = self._tokens, []
-            logprobs, self._logprobs = self._logprobs, []
-            self.unread_since = None
-            end = self._end
-        if tokens:
-            return TokenChunk(tokens, logprobs)
+    def take(self) -> TokenChunk | None:
+        """What has come since; None where nothing has. Once its tokens are taken, raises the
+        ServiceError that ended the request."""
+        end = self._end  # before the tokens: all that were put until then are there
+        tokens = self._tokens.copy()
+        logprobs = self._logprobs[: len(tokens)]
+        del self._tokens[: len(tokens)], self._logprobs[: len(tokens)]
+        self.unread_since = None
+        if self._tokens:  # put meanwhile
+            self.unread_since = time.monotonic()
         if isinstance(end, ServiceError):
-            raise end
-        if end is None or self._told_end:
+            if not tokens:
+                raise end
+            end = None
+        if self._told_end or not (tokens or end):
             return None
-        self._told_end = True
-        return end
+        self._told_end = end is not None
+        return TokenChunk(tokens, logprobs, end)
 
     def __aiter__(self) -> TokenStream:
         return self
 
-    async def __anext__(self) -> TokenChunk | Finished:
-        """The next chunk, then `Finished`; raises as `take`."""
+    async def __anext__(self) -> TokenChunk:
+        """The next chunk, up to the one with the end; raises as `take`."""
         while not self._told_end:
             self._ready.clear()  # before looking: what comes later sets it again
-            if (event := self.take()) is not None:
-                return event
+            if (chunk := self.take()) is not None:
+                return chunk
             await self._ready.wait()
         raise StopAsyncIteration
 

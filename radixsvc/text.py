@@ -1,14 +1,15 @@
 """From tokens to text as a client may see it: whole characters, and nothing of a stop string.
 
     emitted to the client | held back: may yet become a stop string | not sampled yet
-    ----------------------^ _emitted                                ^ _end       (in characters)
+    ----------------------^ _emitted ------------- _tail -----------^            (in characters)
 
 A token, its id and its log-probability are let out once all of its text is. Without stop
-strings nothing is held back.
+strings nothing is held back but bytes that are no character yet.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from radixsvc.request import TokenLogprob
 
 if TYPE_CHECKING:
-    from radixsvc.tokenizer import IncrementalDetokenizer
+    from radixsvc.tokenizer import Tokenizer
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """What may be shown now. `logprobs` is as long as `tokens`, or empty where not asked for."""
 
@@ -37,45 +38,46 @@ class _Held(NamedTuple):
 class TextAssembler:
     """One choice's text. Once `stopped`, its last piece ends where the stop string began."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
         self.stops = stops
         self.stopped = False
-        self._detokenizer = detokenizer
+        self._tokenizer = tokenizer
+        self._rest = b""  # of a character that is not whole yet
+        self._at_start = tokenizer.strips_first_space
         self._tail = ""
         self._emitted = 0
-        self._end = 0
         self._held: deque[_Held] = deque()
 
-    def push(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Piece:
-        """Take sampled tokens in; tokens that follow a stop string are ignored."""
+    def push(self, tokens: list[int], logprobs: list[TokenLogprob], is_last: bool = False) -> Piece:
+        """Take sampled tokens in; those that follow a stop string are ignored. With the last,
+        what was held back is let out."""
         if not self.stops:
-            return Piece(self._detokenizer.push(tokens), tokens, logprobs)
+            return Piece(self._decode(tokens, is_last), tokens, logprobs)
         piece = Piece()
         for i, token in enumerate(tokens):
             if self.stopped:
                 break
-            text = self._detokenizer.push([token])
-            self._end += len(text)
+            text = self._decode([token])
             # A token without text of its own is a part of the next character.
-            end = self._end if text else self._end + 1
+            end = self._emitted + len(self._tail) + (len(text) or 1)
             self._held.append(_Held(token, logprobs[i] if logprobs else None, end))
             self._add(text, piece)
+        if is_last and not self.stopped:
+            self._add(self._decode([], True), piece)
+        if is_last and not self.stopped:
+            self._emit(len(self._tail) + 1, piece)  # and the tokens of a character never finished
         return piece
 
-    def flush(self) -> Piece:
-        """The end of the stream: let out what was held back."""
-        if not self.stops:
-            return Piece(self._detokenizer.flush())
-        piece = Piece()
-        if not self.stopped:
-            text = self._detokenizer.flush()
-            self._end += len(text)
-            self._add(text, piece)
-        if not self.stopped:
-            self._emit(len(self._tail), piece)
-            piece.tokens += [held.token for held in self._held]
-            piece.logprobs += [held.logprob for held in self._held if held.logprob]
-        return piece
+    def _decode(self, tokens: list[int], is_last: bool = False) -> str:
+        """The characters that are complete with these tokens; U+FFFD for one that never will be."""
+        data = self._tokenizer.shown_bytes(tokens)
+        if self._at_start and data:
+            self._at_start = False
+            data = data.removeprefix(b" ")
+        data = self._rest + data
+        text, used = codecs.utf_8_decode(data, "replace", is_last)
+        self._rest = data[used:]
+        return text
 
     def _add(self, text: str, piece: Piece) -> None:
         self._tail += text
@@ -89,7 +91,7 @@ class TextAssembler:
     def _num_suspect(self) -> int:
         """Characters at the end that a stop string may begin with."""
         tail = self._tail
-        longest = max(map(len, self.stops), default=1) - 1
+        longest = max(map(len, self.stops)) - 1
         for n in range(min(longest, len(tail)), 0, -1):
             if any(stop.startswith(tail[-n:]) for stop in self.stops):
                 return n

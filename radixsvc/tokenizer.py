@@ -1,17 +1,15 @@
-"""Text to token ids and back, chat templates, and detokenising while tokens arrive.
+"""Text to token ids and back, and chat templates.
 
 A token's share of the text is a run of bytes, whatever stands around it: byte-level vocabularies
 spell every byte as a printable character, sentencepiece ones spell a space as U+2581 and a byte
-that is not text as <0xE2>. So text is the UTF-8 decoding of the tokens' bytes in a row, and doing
-it incrementally needs no look at earlier tokens.
+that is not text as <0xE2>. So text is the UTF-8 decoding of the tokens' bytes in a row.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +67,10 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
         return np.array(encoding.ids, np.int32)
 
-    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; what is not UTF-8 becomes U+FFFD."""
-        data = b"".join(
-            b"" if skip_special and i in self._special else self.token_bytes(i)
-            for i in (ids.tolist() if isinstance(ids, np.ndarray) else ids)
-        )
+        ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        data = b"".join([self.token_bytes(token) for token in ids])
         if self.strips_first_space:
             data = data.removeprefix(b" ")
         return data.decode(errors="replace")
@@ -86,18 +82,17 @@ class Tokenizer:
             found = self._bytes[token] = self._spell(token)
         return found
 
-    def is_special(self, token: int) -> bool:
-        """Whether the token steers the model and is not shown."""
-        return token in self._special
+    def shown_bytes(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of an answer's tokens, but for those that only steer the model."""
+        return b"".join([self.token_bytes(t) for t in tokens if t not in self._special])
 
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        options: Mapping[str, Any] | None = None,
     ) -> Tokens:
-        """Token ids of a conversation; `options` are further variables of the template.
+        """Token ids of a conversation.
 
         InvalidRequest where the model has no template, or it refuses these messages.
         """
@@ -109,7 +104,6 @@ class Tokenizer:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **(options or {}),
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(
@@ -130,33 +124,6 @@ class Tokenizer:
                 return str(text).encode()
         byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
         return bytes.fromhex(byte[1]) if byte else str(text).replace("\u2581", " ").encode()
-
-
-class IncrementalDetokenizer:
-    """One answer's text as its tokens arrive; never a part of a character.
-
-    All that `push` returned and what `flush` returns last is `decode(ids, skip_special=True)`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = tokenizer.strips_first_space
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """The characters that are complete with these tokens."""
-        tokenizer = self._tokenizer
-        data = b"".join(
-            tokenizer.token_bytes(token) for token in token_ids if not tokenizer.is_special(token)
-        )
-        if self._at_start and data:
-            self._at_start = False
-            data = data.removeprefix(b" ")
-        return self._decoder.decode(data)
-
-    def flush(self) -> str:
-        """U+FFFD if the answer ended inside a character, else nothing."""
-        return self._decoder.decode(b"", True)
 
 
 def _byte_spelling() -> dict[str, int]:

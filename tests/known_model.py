@@ -22,7 +22,7 @@ import torch
 from radixsvc.cache import Lower, PrefixCache
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.request import Request, SamplingParams
-from radixsvc.stream import Finished, TokenChunk, TokenStream
+from radixsvc.stream import Finished, TokenStream
 from tiers.device import DeviceTier
 from tiers.page import PageShape
 
@@ -140,11 +140,10 @@ class EngineUnderTest:
 
     async def read(self, request: Request) -> tuple[list[int], Finished]:
         tokens: list[int] = []
-        async for event in request.stream:
-            if isinstance(event, TokenChunk):
-                tokens += event.tokens
-            else:
-                return tokens, event
+        async for chunk in request.stream:
+            tokens += chunk.tokens
+            if chunk.end is not None:
+                return tokens, chunk.end
         raise AssertionError("no end")
 
     async def ask(self, prompt: Sequence[int], **more: Any) -> tuple[list[int], Finished]:

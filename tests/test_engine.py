@@ -124,7 +124,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         held = [t.submit(prompt_of(4)) for _ in range(2)]
         with pytest.raises(QueueFull) as refused:
             t.submit(prompt_of(4))
-        assert refused.value.retry_after
+        assert refused.value.headers["retry-after"]
         gate.open()
         for request in held:
             await t.read(request)

@@ -22,7 +22,6 @@ from known_model import EngineUnderTest, expected
 from radixsvc.cache import Lower, namespace_key
 from radixsvc.request import FinishReason
 from radixsvc.residency import TierPolicy
-from radixsvc.stream import TokenChunk
 from tiers.base import Bytes2D, Chain, Checksums, Mask, Record, Tier
 from tiers.copy import CpuStream, compute_fence
 from tiers.device import DeviceTier
@@ -137,19 +136,19 @@ class Soak:
         if cancel_after == 0:
             self.t.engine.cancel(request.id)
         answer: list[int] = []
-        async for event in request.stream:
-            if isinstance(event, TokenChunk):
-                answer += event.tokens
+        async for chunk in request.stream:
+            answer += chunk.tokens
+            if (end := chunk.end) is None:
                 if cancel_after is not None and len(answer) >= cancel_after:
                     self.t.engine.cancel(request.id)
                 continue
             assert answer == expected(prompt, len(answer))
-            assert event.reason is not FinishReason.ERROR
-            if event.reason is FinishReason.LENGTH:
+            assert end.reason is not FinishReason.ERROR
+            if end.reason is FinishReason.LENGTH:
                 assert len(answer) == request.params.max_tokens
-            found = event.usage.sources
+            found = end.usage.sources
             assert found.cached + found.computed == len(prompt)
-            self.ends[event.reason.value] += 1
+            self.ends[end.reason.value] += 1
             self.sources.update({"device": found.device, "host": found.host, "disk": found.disk})
 
     async def watch(self) -> None:

@@ -14,8 +14,8 @@ from radixsvc.stream import Finished, TokenChunk, TokenStream, wake_all
 END = Finished(FinishReason.LENGTH, Usage(1, 3, Sources(0, 0, 0, 1)))
 
 
-async def read(stream: TokenStream) -> list[TokenChunk | Finished]:
-    return [event async for event in stream]
+async def read(stream: TokenStream) -> list[TokenChunk]:
+    return [chunk async for chunk in stream]
 
 
 async def test_tokens_put_by_another_thread_arrive_in_order_and_end_once() -> None:
@@ -32,10 +32,10 @@ async def test_tokens_put_by_another_thread_arrive_in_order_and_end_once() -> No
 
     thread = threading.Thread(target=produce)
     thread.start()
-    *chunks, end = await asyncio.wait_for(read(stream), 10)
+    chunks = await asyncio.wait_for(read(stream), 10)
     thread.join()
-    assert [t for c in chunks if isinstance(c, TokenChunk) for t in c.tokens] == list(range(300))
-    assert end is END
+    assert [token for chunk in chunks for token in chunk.tokens] == list(range(300))
+    assert [chunk.end for chunk in chunks] == [None] * (len(chunks) - 1) + [END]
 
 
 async def test_an_error_is_raised_after_the_tokens_before_it() -> None:
@@ -57,7 +57,7 @@ async def test_a_stream_that_is_not_read_is_full_and_says_since_when() -> None:
     stream.put(2, None)
     assert stream.full
     assert stream.unread_since is not None
-    assert (await anext(aiter(stream))).tokens == [1, 2]  # type: ignore[union-attr]
+    assert (await anext(aiter(stream))).tokens == [1, 2]
     assert not stream.full
     assert stream.unread_since is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 
 import pytest
@@ -16,16 +15,12 @@ from radixsvc.toolcalls import ToolCallParser, forced_start
 
 
 class Bytes:
-    """A detokenizer whose tokens are the bytes of UTF-8, so that characters take several."""
+    """A tokenizer whose tokens are the bytes of UTF-8, so that characters take several."""
 
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")()
+    strips_first_space = False
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        return self.decoder.decode(bytes(token_ids))
-
-    def flush(self) -> str:
-        return self.decoder.decode(b"", final=True)
+    def shown_bytes(self, tokens: Sequence[int]) -> bytes:
+        return bytes(tokens)
 
 
 def run(text: str, stops: Sequence[str], chunk: int = 1) -> tuple[str, list[str], list[Piece]]:
@@ -33,10 +28,10 @@ def run(text: str, stops: Sequence[str], chunk: int = 1) -> tuple[str, list[str]
     assembler = TextAssembler(Bytes(), tuple(stops))  # type: ignore[arg-type]
     pieces = []
     tokens = list(text.encode())
-    for at in range(0, len(tokens), chunk):
+    for at in range(0, len(tokens) + 1, chunk):
         part = tokens[at : at + chunk]
-        pieces.append(assembler.push(part, [TokenLogprob(t, -1.0, ()) for t in part]))
-    pieces.append(assembler.flush())
+        logprobs = [TokenLogprob(token, -1.0, ()) for token in part]
+        pieces.append(assembler.push(part, logprobs, is_last=at + chunk > len(tokens)))
     return "".join(p.text for p in pieces), [p.text for p in pieces], pieces
 
 

@@ -15,7 +15,8 @@ from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from radixsvc.errors import InvalidRequest, SetupError
-from radixsvc.tokenizer import IncrementalDetokenizer, Tokenizer
+from radixsvc.text import TextAssembler
+from radixsvc.tokenizer import Tokenizer
 
 TEXTS = [
     "",
@@ -76,14 +77,14 @@ def test_pushed_text_is_that_of_the_whole_and_never_half_a_character(
     dice = random.Random(seed)
     text = "".join(dice.choice(TEXTS) for _ in range(3))
     ids = tokenizer.encode(text).tolist()
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    assembler = TextAssembler(tokenizer, ())
     shown = ""
     while ids:
         cut = dice.randint(1, 3)
-        shown += detokenizer.push(ids[:cut])
+        shown += assembler.push(ids[:cut], []).text
         assert text.startswith(shown)
         del ids[:cut]
-    assert shown + detokenizer.flush() == text
+    assert shown + assembler.push([], [], is_last=True).text == text
 
 
 def test_bytes_that_are_not_text_are_replaced_and_do_not_hold_up_what_follows(
@@ -91,11 +92,11 @@ def test_bytes_that_are_not_text_are_replaced_and_do_not_hold_up_what_follows(
 ) -> None:
     half = tokenizer.encode("é").tolist()[-2:][:1]  # the first byte of two
     letter = tokenizer.encode("a").tolist()[-1:]
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    assert detokenizer.push(half) == ""
-    assert detokenizer.push(letter).lstrip("\ufffd").strip() == "a"
-    assert detokenizer.push(half) == ""
-    assert detokenizer.flush() == "\ufffd"
+    assembler = TextAssembler(tokenizer, ())
+    assert assembler.push(half, []).text == ""
+    assert assembler.push(letter, []).text.lstrip("\ufffd").strip() == "a"
+    assert assembler.push(half, []).text == ""
+    assert assembler.push([], [], is_last=True).text == "\ufffd"
 
 
 def test_decoding_equals_the_library_s(tokenizer: Tokenizer) -> None:
@@ -110,8 +111,7 @@ def test_special_tokens_are_seen_in_decoding_but_not_in_answers(tmp_path: Path) 
     tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.encode("yes<|im_end|>")
     assert tokenizer.decode(ids) == "yes<|im_end|>"
-    assert tokenizer.decode(ids, skip_special=True) == "yes"
-    assert IncrementalDetokenizer(tokenizer).push(ids.tolist()) == "yes"
+    assert TextAssembler(tokenizer, ()).push(ids.tolist(), []).text == "yes"
     assert tokenizer.decode([100_000]) == ""
 
 

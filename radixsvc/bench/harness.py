@@ -13,7 +13,7 @@ from radixsvc.cache import Lower, PrefixCache
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.model import Model
 from radixsvc.request import Request, SamplingParams, Tokens, Usage
-from radixsvc.stream import Finished, TokenStream
+from radixsvc.stream import TokenStream
 from tiers.device import DeviceTier
 
 _ids = itertools.count()
@@ -79,12 +79,12 @@ async def ask(
     engine.submit(request)
     tokens: list[int] = []
     first = 0.0
-    async for event in request.stream:
-        if isinstance(event, Finished):
-            return Outcome(tokens, first, time.perf_counter() - started, event.usage)
+    async for chunk in request.stream:
         first = first or time.perf_counter() - started
-        tokens.extend(event.tokens)
-    raise AssertionError("a stream ends with Finished or raises")
+        tokens.extend(chunk.tokens)
+        if chunk.end is not None:
+            return Outcome(tokens, first, time.perf_counter() - started, chunk.end.usage)
+    raise AssertionError("a stream has an end or raises")
 
 
 def complete(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from dataclasses import astuple
 
 import numpy as np
 import torch
+from msgspec.structs import astuple
 
 from radixsvc.bench.harness import complete, greedy
 from radixsvc.bench.policies import NAMESPACE, Radix

@@ -25,7 +25,7 @@ from radixsvc.lease import TokensByTier as TokensByTier
 from radixsvc.match import Match, match_below
 from radixsvc.namespace import account_name
 from radixsvc.namespace import namespace_key as namespace_key
-from radixsvc.node import DEVICE, PAGES, TOKEN_BYTES, Node, Priority
+from radixsvc.node import DEVICE, PAGES, TOKEN_BYTES, Account, Node, Priority
 from radixsvc.pins import PinLimit as PinLimit
 from radixsvc.pins import Pins
 from radixsvc.residency import Residency
@@ -90,7 +90,7 @@ class PrefixCache:
         limits = [0 if tier is None else int(max_ghosts * tier.num_pages) for tier in tiers]
         self.tree = RadixTree(page_size, limits)
         for name, pages in (quotas or {}).items():  # before a restart's pages are taken in
-            self.tree.account(name).quota[:] = pages
+            self.tree.accounts[name] = Account(pages)
         self.residency = Residency(self.tree, self.device, lower)
         self.pins = Pins(self.residency, int(max_pinned * device.num_pages))
         self.leases: dict[str, dict[Lease, None]] = {}  # by namespace, oldest first
@@ -313,17 +313,16 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         tree = self.tree
         hits, at_double = (TokensByTier(*row) for row in self._hits.tolist())
-        tiers = {level: t for level, t in enumerate(self.residency.tiers) if t.num_pages}
-        evictable = {PAGES[level]: tree.evictable(level) for level in tiers}
+        tiers = [(i, PAGES[i], t) for i, t in enumerate(self.residency.tiers) if t.num_pages]
         return CacheStats(
-            pages={PAGES[level]: tier.count() for level, tier in tiers.items()},
-            evictable=evictable,
-            protected={PAGES[i]: tree.resident(i) - evictable[PAGES[i]] for i in tiers},
+            pages={name: tier.count() for _, name, tier in tiers},
+            evictable={name: tree.evictable(i) for i, name, _ in tiers},
+            protected={name: tree.resident(i) - tree.evictable(i) for i, name, _ in tiers},
             num_nodes=tree.num_nodes,
             num_leases=sum(map(len, self.leases.values())),
             num_pins=len(self.pins),
             pinned_pages=self.pins.num_pages,
-            ghost_pages={PAGES[level]: tree.ghosts.num_pages[level] for level in tiers},
+            ghost_pages={name: tree.ghosts.num_pages[i] for i, name, _ in tiers},
             hit_tokens=hits,
             hits_at_double=at_double,
             **self.counters,

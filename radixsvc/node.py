@@ -15,7 +15,7 @@ links of these lists are in the node, so entering and leaving is O(1).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from tiers._kernels import Node as Node
@@ -118,8 +118,9 @@ class Account:
     filled page, oldest first; some may have lost it since.
     """
 
-    def __init__(self, num_tiers: int) -> None:
-        self.quota: list[int | None] = [None] * num_tiers  # pages
+    def __init__(self, quota: Sequence[int | None]) -> None:
+        num_tiers = len(quota)
+        self.quota = quota  # pages by tier
         self.resident = [0] * num_tiers
         self.evictable = [0] * num_tiers
         self.heads = [[Node(b"", None) for _ in CLASSES] for _ in range(num_tiers)]

@@ -86,16 +86,11 @@ class Placement:
         self.page_bytes = page_bytes
         self.num_tiers = len(ghost_pages)
         self.ghosts = Ghosts(ghost_pages, page_bytes)
-        self.shared = Account(self.num_tiers)
-        self.accounts: dict[str, Account] = {"": self.shared}
-        self.flushed = Account(self.num_tiers)  # of nodes under leases: freed at the last release
+        no_quota = [None] * self.num_tiers
+        self.shared = Account(no_quota)
+        self.accounts = {"": self.shared}
+        self.flushed = Account(no_quota)  # of nodes under leases: freed at the last release
         self._freed: list[list[bytes]] = [[] for _ in ghost_pages]
-
-    def account(self, name: str) -> Account:
-        """The account of that name, with victims and a quota of its own; made if need be."""
-        if name not in self.accounts:
-            self.accounts[name] = Account(self.num_tiers)
-        return self.accounts[name]
 
     def evictable(self, level: int) -> int:
         """Pages of a tier that no lease and no pin holds."""

@@ -128,13 +128,7 @@ class Residency(Transfers):
             often = [(n, 0) for n in path if n.uses >= policy.through_after]
             self._copy_down(often, DEVICE, HOST)
         if self.disk is not None:
-            page_bytes = self.tree.page_bytes
-            self._for_disk.extend(
-                n
-                for n in path
-                if n.uses >= policy.disk_after
-                and len(n.disk) < len(n.tokens) // page_bytes * PAGE_ID_BYTES
-            )
+            self._for_disk.extend(n for n in path if n.uses >= policy.disk_after)
 
     def secure(self, path: Iterable[Node]) -> bool:
         """Whether a path lies whole below the device; what does not is copied there."""

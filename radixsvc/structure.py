@@ -50,7 +50,7 @@ class Structure(Placement):
 
     def _upwards(self, node: Node) -> list[Node]:
         """A node behind all below it, children first."""
-        return [node, *self._below(node)][::-1] if node.children is not None else [node]
+        return [node, *self._below(node)][::-1]
 
     def _upper(self, node: Node, used: int) -> Node:
         """The node that ends `used` bytes, whole pages, into this one's run; splits it there."""
@@ -151,14 +151,14 @@ class Structure(Placement):
 
     def _drop_if_bare(self, node: Node) -> None:
         """A node goes that lies nowhere, that nobody holds and that is no ghost."""
-        if node.device or node.refs or node.host or node.disk or node.pins:
+        parent = node.parent
+        if node.device or node.refs or node.host or node.disk or node.pins or parent is None:
             return
         if any(self.ghosts.left) and node in self.ghosts:
             return
-        parent = node.parent
-        if parent is None:
-            return  # gone already
-        self._drop_loose(self._upwards(node))
+        if node.children is not None:
+            self._drop_loose(self._upwards(node)[:-1])
+        self._take_out(node)
         self._merge_below(parent)
 
     def _drop_loose(self, nodes: Iterable[Node]) -> None:

@@ -130,9 +130,11 @@ def test_found_again_after_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_saving_goes_on_when_the_queue_was_full(tmp_path: Path) -> None:
+def test_saving_goes_on_when_the_queue_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Rig(tmp_path)
-    rig.mover._max_queued_bytes = 1  # one ticket at a time
+    monkeypatch.setattr("tiers.mover.MAX_QUEUED_BYTES", 1)  # one ticket at a time
     for seed in range(4):
         rig.run(prompt(seed))
     rig.cache.save(10.0)

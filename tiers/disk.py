@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -238,12 +237,7 @@ class DiskTier(Tier):
 
     def _write_manifest(self) -> None:
         manifest = Manifest(self.generation, self.slot_bytes, self.payload_offset, self._slots)
-        temporary = self._folder / "manifest.new"
-        with open(temporary, "wb") as file:
-            file.write(msgspec.json.encode(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._folder / "manifest")
+        manifest.write(self._folder / "manifest")
 
     # Finding pages again
 

@@ -29,6 +29,7 @@ what is queued before it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -47,10 +48,8 @@ from tiers.page import InvariantError, PageIds, PageState
 from tiers.store import StoreQueue
 from tiers.ticket import READ, WRITE, DiskJob, Lane, StreamJob, Ticket
 
-Edge = tuple[str, str]  # names of the source and the target tier
-
 NUM_WORKERS = 4
-MAX_QUEUED_BYTES = 1 << 30
+MAX_QUEUED_BYTES = 1 << 30  # of a lane; a single ticket may exceed it when the lane is empty
 DISK_DEADLINE_S = 10.0
 PROBE_DEPTH = 1 << 31
 
@@ -60,7 +59,7 @@ class Mover:
 
     `promote` carries what goes to the device, `demote` all else; `fence` marks what the engine's
     thread has enqueued so far (`tiers.copy.compute_fence`). `pinning` is for the workers' staging
-    memory. `max_queued_bytes` bounds each lane; a single ticket may exceed it when it is empty.
+    memory.
     """
 
     def __init__(
@@ -70,31 +69,23 @@ class Mover:
         promote: CopyStream,
         demote: CopyStream,
         fence: Callable[[], Any],
-        *,
         pinning: Pinning | None = None,
-        num_workers: int = NUM_WORKERS,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
-        disk_deadline_s: float = DISK_DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = list(memory)
         self._disk = disk
         self._streams = promote, demote
         self._fence = fence
-        self._max_queued_bytes = max_queued_bytes
-        self._disk_deadline_s = disk_deadline_s
         self._clock = clock
+        self._lanes: dict[tuple[Tier, Tier], Lane] = {}
+        for source, target in itertools.permutations(memory, 2):
+            self._lanes[source, target] = Lane(promote if target is memory[0] else demote)
         self._queue: StoreQueue | None = None
-        self._lanes: dict[Edge, Lane] = {}
-        for tier in self._memory:
-            for other in {*self._memory} - {tier}:
-                stream = promote if other is self._memory[0] else demote
-                self._lanes[tier.name, other.name] = Lane(clock, stream)
-            if disk is not None:
-                self._lanes[disk.name, tier.name] = Lane(clock, disk=disk, rank=READ)
-                self._lanes[tier.name, disk.name] = Lane(clock, disk=disk, rank=WRITE)
         if disk is not None:
-            self._queue = StoreQueue(disk, promote, demote, pinning, clock, num_workers)
+            self._queue = StoreQueue(disk, promote, demote, pinning, clock, NUM_WORKERS)
+            for tier in memory:
+                self._lanes[disk, tier] = Lane(rank=READ)
+                self._lanes[tier, disk] = Lane(rank=WRITE)
 
     @property
     def num_outstanding(self) -> int:
@@ -125,9 +116,9 @@ class Mover:
             if (tier.states[pages] != state).any():
                 raise InvariantError(f"{tier.name} pages {pages} are not all {state.name}")
         ticket = Ticket(source, source_pages, target, target_pages)
-        lane = self._lanes[source.name, target.name]
+        lane = self._lanes[source, target]
         queued = lane.queued_bytes
-        is_full = queued and queued + ticket.nbytes > self._max_queued_bytes
+        is_full = queued and queued + ticket.nbytes > MAX_QUEUED_BYTES
         if is_full or not self.available(source, target):
             return None
         source.add_readers(source_pages)
@@ -137,20 +128,22 @@ class Mover:
             views = _view(source, source_pages), _view(target, target_pages)
             ticket.jobs.append(StreamJob(lane.stream, *views, fence))
         else:
-            ticket.deadline = self._clock() + self._disk_deadline_s
-            self._submit_to_disk(ticket, lane.rank, chain, fence)
-        lane.add(ticket)
+            ticket.deadline = self._clock() + DISK_DEADLINE_S
+            self._put(ticket, lane.rank, chain, fence)
+        lane.queued_bytes += ticket.nbytes
+        lane.tickets.append(ticket)
         return ticket
 
-    def _submit_to_disk(self, ticket: Ticket, rank: int, chain: Chain | None, fence: Any) -> None:
+    def _put(self, ticket: Ticket, rank: int, chain: Chain | None, fence: Any) -> None:
+        """Cut a ticket into jobs for the disk's workers."""
         assert self._queue is not None
         tier, pages, stored = ticket.target, ticket.target_pages, ticket.source_pages
         if rank == WRITE:
             tier, pages, stored = ticket.source, ticket.source_pages, ticket.target_pages
-        n, step = len(pages), self._queue.batch_slots
-        generation = ticket.generation = self._queue.disk.generation
-        for at in (slice(i, i + step) for i in range(0, n, step)):
-            records = partial(chain.records, n, at) if chain and rank == WRITE else None
+        for first in range(0, len(pages), self._queue.batch_slots):
+            at = slice(first, first + self._queue.batch_slots)
+            records = partial(chain.records, len(pages), at) if chain and rank == WRITE else None
+            generation = self._queue.disk.generation
             job = DiskJob(at, _view(tier, pages[at]), stored[at], records, generation, fence)
             ticket.jobs.append(job)
             self._queue.put(rank, job)
@@ -159,7 +152,7 @@ class Mover:
         """Give the target pages back; the ticket is not polled. Nothing if it was polled before."""
         if not ticket.settled:
             ticket.cancelled = True
-            self._lanes[ticket.source.name, ticket.target.name].is_over(ticket)
+            self._lanes[ticket.source, ticket.target].is_over(ticket, self._clock())
 
     # Finishing
 
@@ -167,7 +160,8 @@ class Mover:
         """Tickets that ended since the last call. Cheap where there are none."""
         for tier in self._memory:
             tier.poll()
-        return [ticket for lane in self._lanes.values() for ticket in lane.poll()]
+        now = self._clock()
+        return [ticket for lane in self._lanes.values() for ticket in lane.poll(now)]
 
     def wait(self, timeout_s: float) -> list[Ticket]:
         """`poll` until a ticket ends, nothing is under way, or the time is over."""
@@ -201,56 +195,51 @@ class Mover:
         disk = self._disk
         if disk is None or disk not in (source, target):
             return True
-        is_stuck = any(lane.is_stuck for lane in self._lanes.values())
-        return not is_stuck and (target is not disk or disk.writable)
+        now = self._clock()
+        late = (t for lane in self._lanes.values() for t in lane.tickets if t.deadline <= now)
+        return not any(t.settled for t in late) and (target is not disk or disk.writable)
 
     def seconds(self, source: Tier, target: Tier, num_pages: int) -> float:
         """How long `num_pages` pages would take from now, behind what is queued; inf if refused."""
         if not self.available(source, target):
             return math.inf
-        lane = self._lanes[source.name, target.name]
+        lane = self._lanes[source, target]
         ahead = (a for a in self._lanes.values() if a.stream is lane.stream and a.rank <= lane.rank)
         queued = sum(a.seconds(a.queued_bytes) for a in ahead)
         return queued + lane.seconds(num_pages * source.page_bytes)
 
-    def probe(self, nbytes: int = 16 << 20, timeout_s: float = 5.0) -> None:
+    def probe(self, nbytes: int = 16 << 20) -> None:
         """Measure every lane with `nbytes` on free pages; at start, before any submit."""
-        tiers = [*self._memory, *([] if self._disk is None else [self._disk])]
         for _ in range(2):
             for lane in self._lanes.values():
-                lane.forget_rate()  # the first round met memory nobody had touched
-            for first in self._memory:
-                for second in tiers:
-                    n = min(-(-nbytes // first.page_bytes), first.num_free // 2, second.num_free)
-                    if second is first or n < 1:
-                        continue
-                    pages = first.allocate(n)
-                    first.publish(pages)
-                    there = self._carry(first, pages, second, timeout_s)
-                    back = self._carry(second, there, first, timeout_s)
-                    first.free(np.concatenate([pages, back]))
-                    second.free(there)
+                lane.forget()  # the first round met memory nobody had touched
+            for first, second in self._lanes:
+                n = min(-(-nbytes // first.page_bytes), first.num_free // 2, second.num_free)
+                if first is self._disk or n < 1:
+                    continue
+                pages = first.allocate(n)
+                first.publish(pages)
+                there = self._carry(first, pages, second)
+                back = self._carry(second, there, first)
+                first.free(np.concatenate([pages, back]))
+                second.free(there)
 
-    def _carry(self, source: Tier, pages: PageIds, target: Tier, timeout_s: float) -> PageIds:
+    def _carry(self, source: Tier, pages: PageIds, target: Tier) -> PageIds:
         """Of as many fresh pages of `target`, those where these pages arrived, READY."""
+        if not len(pages):
+            return pages
         there = target.allocate(len(pages), PageState.LOADING)
-        stream = self._lanes[source.name, target.name].stream
-        if stream is not None and len(pages):
+        stream = self._lanes[source, target].stream
+        if stream is not None:
             stream.calibrate(_view(source, pages), _view(target, there))
         # No record stands at the depth before this one, so a restart won't take it for a page.
         chain = Chain(bytes(32), PROBE_DEPTH, [bytes(4)] * len(pages))
-        ticket = self.submit(source, pages, target, there, chain) if len(pages) else None
-        if ticket is None:
-            target.free(there)
-            return there[:0]
-        end = time.monotonic() + timeout_s
-        while not ticket.settled and time.monotonic() < end:
-            self.wait(end - time.monotonic())
-        self.cancel(ticket)
-        if ticket.cancelled:
-            return there[:0]
-        target.free(there[~ticket.ok])
-        return there[ticket.ok]
+        ticket = self.submit(source, pages, target, there, chain)
+        while ticket is not None and not ticket.settled:
+            self.wait(1.0)
+        arrived = there[:0] if ticket is None else there[ticket.ok]
+        target.free(np.setdiff1d(there, arrived))
+        return arrived
 
 
 def _view(tier: Tier, pages: PageIds) -> PageView:

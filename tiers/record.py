@@ -31,6 +31,7 @@ erased: what was freed or flushed lies there, void, until its slot is written ag
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,6 +83,15 @@ class Manifest(msgspec.Struct, frozen=True):
         except (FileNotFoundError, msgspec.DecodeError):
             return None
         return manifest if manifest.version == VERSION else None
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all. Raises OSError."""
+        temporary = path.with_suffix(".new")
+        with open(temporary, "wb") as file:
+            file.write(msgspec.json.encode(self))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
 
 
 def header_bytes(max_blob_bytes: int) -> int:

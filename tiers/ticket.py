@@ -16,12 +16,11 @@ import numpy as np
 
 from tiers.base import Mask, PageView, Record, Tier
 from tiers.copy import CopyStream
-from tiers.disk import DiskTier
 from tiers.page import PageIds
 
 CLOSING, READ, WRITE = range(3)  # what the disk's workers do first
-FIRST_GUESS_S_PER_BYTE = 1e-9  # until a lane was used or probed
-RATE_MEMORY = 0.8  # weight of the past at each new measurement
+FIRST_GUESS_S_PER_BYTE = 1e-9  # until a lane was used
+RATE_MEMORY = 0.8  # weight of the past at each new ticket
 
 
 class StreamJob:
@@ -30,7 +29,7 @@ class StreamJob:
     places = slice(None)
     ok = True
     bad = keeps_slots = False
-    started_at = 0.0
+    finished_at = -math.inf  # its time is the stream's
 
     def __init__(self, stream: CopyStream, source: PageView, target: PageView, fence: Any) -> None:
         self.stream = stream
@@ -44,8 +43,7 @@ class StreamJob:
         """Raises CopyFailed where the stream broke."""
         return self.stream.query(self.end)
 
-    @property
-    def finished_at(self) -> float:
+    def seconds(self, after: float) -> float:
         return self.stream.elapsed(self.start, self.end)
 
     def abandon(self) -> bool:
@@ -87,6 +85,10 @@ class DiskJob:
         """Whether it may reach its slots until it is done, whenever the disk wakes up."""
         return self.records is not None and self.started_at < math.inf
 
+    def seconds(self, after: float) -> float:
+        """How long it took, not counting the time before `after`."""
+        return self.finished_at - max(self.started_at, after)
+
     def abandon(self) -> bool:
         """Stop it from touching memory; False while it is doing so (ask again soon)."""
         if self.lock.acquire(blocking=False):
@@ -108,10 +110,7 @@ class Ticket:
     cancelled: bool = False
     settled: bool = False
     deadline: float = math.inf
-    generation: int = 0  # of the disk
     jobs: deque[StreamJob | DiskJob] = field(default_factory=deque)  # that are not done
-    began: float = math.inf
-    ended: float = -math.inf
 
     def __post_init__(self) -> None:
         self.ok = np.zeros(len(self.source_pages), np.bool_)
@@ -123,45 +122,28 @@ class Ticket:
 
 
 class Lane:
-    """What one tier sends another, on a copy stream or by the workers of `disk`.
+    """What one tier sends another, on a copy stream or, where there is none, by the disk's workers.
 
     Lanes of one stream, or of none, queue up behind those of lower `rank` and of their own.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        stream: CopyStream | None = None,
-        disk: DiskTier | None = None,
-        rank: int = READ,
-    ) -> None:
+    def __init__(self, stream: CopyStream | None = None, rank: int = READ) -> None:
         self.stream = stream
         self.rank = rank
         self.tickets: list[Ticket] = []
         self.queued_bytes = 0
-        self._clock = clock
-        self._disk = disk
         self._last_end = -math.inf
-        self.forget_rate()
+        self.forget()
 
-    def add(self, ticket: Ticket) -> None:
-        self.tickets.append(ticket)
-        self.queued_bytes += ticket.nbytes
-
-    def poll(self) -> list[Ticket]:
+    def poll(self, now: float) -> list[Ticket]:
         """Tickets that ended since the last call."""
         waiting = [ticket for ticket in self.tickets if not ticket.settled]
-        self.tickets = [ticket for ticket in self.tickets if not self.is_over(ticket)]
+        self.tickets = [ticket for ticket in self.tickets if not self.is_over(ticket, now)]
         return [ticket for ticket in waiting if ticket.settled and not ticket.cancelled]
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the disk is late with something."""
-        return any(t.settled and self._clock() >= t.deadline for t in self.tickets)
-
-    def is_over(self, ticket: Ticket) -> bool:
+    def is_over(self, ticket: Ticket, now: float) -> bool:
         """Bring a ticket up to date; whether nothing of it is under way any more."""
-        is_late = ticket.cancelled or self._clock() >= ticket.deadline
+        is_late = ticket.cancelled or now >= ticket.deadline
         jobs = ticket.jobs  # of hundreds, one that is not done is enough for now
         for _ in range(len(jobs)):
             job = jobs.popleft()
@@ -176,24 +158,23 @@ class Lane:
         return not jobs
 
     def _take_in(self, job: StreamJob | DiskJob, ticket: Ticket) -> None:
-        if not ticket.settled:
-            ticket.ok[job.places] = job.ok
-            ticket.bad[job.places] = job.bad
-            ticket.began = min(ticket.began, job.started_at)
-            ticket.ended = max(ticket.ended, job.finished_at)
-        elif job.keeps_slots:
-            ticket.target.drop_readers(ticket.target_pages[job.places])
+        pages = ticket.target_pages[job.places]
+        if ticket.settled:
+            if job.keeps_slots:
+                ticket.target.drop_readers(pages)
+            return
+        ticket.ok[job.places], ticket.bad[job.places] = job.ok, job.bad
+        if np.all(job.ok):
+            self._seconds += max(0.0, job.seconds(self._last_end))
+            self._nbytes += len(pages) * ticket.target.page_bytes
+        self._last_end = max(self._last_end, job.finished_at)
 
     def _settle(self, ticket: Ticket) -> None:
         """End a ticket with what its jobs did; those that are left are abandoned."""
         ticket.settled = True
         self.queued_bytes -= ticket.nbytes
-        if ticket.ok.all():
-            self._learn(ticket.nbytes, ticket.ended - max(ticket.began, self._last_end))
-        if self._disk is not None:
-            self._last_end = max(ticket.ended, self._last_end)  # the next one began before it
-            if ticket.generation != self._disk.generation:
-                ticket.ok[:] = False  # flushed meanwhile
+        self._seconds *= RATE_MEMORY
+        self._nbytes *= RATE_MEMORY
         target, pages = ticket.target, ticket.target_pages
         if ticket.cancelled:
             target.free(pages)
@@ -205,16 +186,10 @@ class Lane:
             is_over[job.places] = not job.keeps_slots
         target.drop_readers(pages[is_over])
 
-    # How fast it is
-
     def seconds(self, nbytes: int) -> float:
-        """What so many bytes take."""
+        """What so many bytes take, of what is measured: the last and the largest weigh most."""
         return nbytes * self._seconds / self._nbytes
 
-    def forget_rate(self) -> None:
+    def forget(self) -> None:
+        """Begin to measure anew."""
         self._nbytes, self._seconds = 1.0, FIRST_GUESS_S_PER_BYTE
-
-    def _learn(self, nbytes: int, seconds: float) -> None:
-        """Recent transfers weigh more, large ones too."""
-        self._nbytes = RATE_MEMORY * self._nbytes + nbytes
-        self._seconds = RATE_MEMORY * self._seconds + max(0.0, seconds)

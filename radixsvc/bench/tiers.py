@@ -53,7 +53,7 @@ def disk_transfers(shape: PageShape, num_pages: int, rounds: int, folder: Path) 
     device = DeviceTier(shape, num_pages, torch.device("cpu"))
     device.pool.zero_()
     disk = open_disk(shape, num_pages, folder / "tier")
-    mover = open_mover(device, None, disk, max_queued_bytes=1 << 40, disk_deadline_s=DEADLINE_S)
+    mover = open_mover(device, None, disk)
     stored = disk.allocate(0)
 
     def write() -> None:

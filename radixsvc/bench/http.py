@@ -4,6 +4,8 @@ An engine stand-in answers with one token at once, so that the edge alone is mea
 admission, validation, the stream, detokenising, encoding. The bare handler returns a constant body
 of the same size. Both stand in one server process on one core; this process is the load, on
 another core: 32 connections over raw sockets with requests made beforehand. Rounds alternate.
+
+How busy the load was says whether it, and not the server, set the bare handler's rate.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import select
 import socket
 import statistics
@@ -96,36 +99,33 @@ def completion_request(encoding: Encoding) -> bytes:
 def compare(
     args: argparse.Namespace, name: str, request: bytes, service_port: int, bare_port: int
 ) -> list[Metric]:
-    """Service and bare handler in turn, under full load and on a single connection."""
-    ports = (service_port, bare_port)
-    busy: dict[int, list[Load]] = {port: [] for port in ports}
-    alone: dict[int, list[Load]] = {port: [] for port in ports}
+    """Service and bare handler in turn."""
+    rounds: list[tuple[Load, Load]] = []
     for _ in range(args.rounds + 1):  # the first warms up
-        for port in ports:
-            busy[port].append(load(port, request, args.connections, args.seconds))
-            alone[port].append(load(port, request, 1, args.seconds / 4))
-    rate, bare_rate = (statistics.median(r.rate for r in busy[port][1:]) for port in ports)
-    ratio = statistics.median(
-        ours.rate / bare.rate
-        for ours, bare in zip(busy[service_port][1:], busy[bare_port][1:], strict=True)
-    )
-    added, added_alone = (
-        statistics.median(r.latency for r in rounds[service_port][1:])
-        - statistics.median(r.latency for r in rounds[bare_port][1:])
-        for rounds in (busy, alone)
-    )
+        ours, bare = (
+            load(port, request, args.connections, args.seconds)
+            for port in (service_port, bare_port)
+        )
+        rounds.append((ours, bare))
+    median = [
+        Load(*map(statistics.median, zip(*loads, strict=True)))
+        for loads in zip(*rounds[1:], strict=True)
+    ]
+    ours, bare = median
+    ratio = statistics.median(ours.rate / bare.rate for ours, bare in rounds[1:])
     return [
-        Metric(f"{name}, {args.connections} connections", rate, "requests/s"),
-        Metric(f"{name}, bare aiohttp handler", bare_rate, "requests/s"),
+        Metric(f"{name}, {args.connections} connections", ours.rate, "requests/s"),
+        Metric(f"{name}, bare aiohttp handler", bare.rate, "requests/s"),
         Metric(f"{name}, share of the bare rate", 100 * ratio, "%", 35, higher_is_better=True),
-        Metric(f"{name}, median added latency", added * 1e6, "us"),
-        Metric(f"{name}, median added latency, one connection", added_alone * 1e6, "us"),
+        Metric(f"{name}, median added latency", (ours.latency - bare.latency) * 1e6, "us"),
+        Metric(f"{name}, how busy the load was at the bare rate", 100 * bare.busy, "%"),
     ]
 
 
 class Load(NamedTuple):
     rate: float  # answers a second
     latency: float  # median seconds from a request's send to its answer
+    busy: float  # the share of the time that the load itself computed
 
 
 def load(port: int, request: bytes, num_connections: int, seconds: float) -> Load:
@@ -137,11 +137,11 @@ def load(port: int, request: bytes, num_connections: int, seconds: float) -> Loa
     with select.epoll() as epoll:
         for number in by_number:
             epoll.register(number, select.EPOLLIN)
-        started = time.perf_counter()
+        computed = time.process_time()
+        now = started = time.perf_counter()
         sent = dict.fromkeys(by_number, started)
         for sock in socks:
             sock.send(request)
-        now = started
         while now - started < seconds:
             for number, _ in epoll.poll():
                 sock = by_number[number]
@@ -152,9 +152,11 @@ def load(port: int, request: bytes, num_connections: int, seconds: float) -> Loa
                 spans.append(now - sent[number])
                 sent[number] = now
                 sock.send(request)
+        computed = time.process_time() - computed
     for sock in socks:
         sock.close()
-    return Load(len(spans) / (now - started), statistics.median(spans))
+    wall = now - started
+    return Load(len(spans) / wall, statistics.median(spans), computed / wall)
 
 
 def connect(port: int) -> socket.socket:
@@ -166,15 +168,13 @@ def connect(port: int) -> socket.socket:
 def exchange(sock: socket.socket, request: bytes) -> bytes:
     """One whole answer with its head."""
     sock.send(request)
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += sock.recv(65_536)
-    head, _, body = data.partition(b"\r\n\r\n")
-    assert b" 200 OK" in head, data
-    [length] = [int(h[15:]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length")]
-    while len(body) < length:
-        body += sock.recv(65_536)
-    return head + b"\r\n\r\n" + body
+    answer = sock.recv(65_536)
+    assert b" 200 OK" in answer, answer
+    length = re.search(rb"content-length: (\d+)", answer, re.IGNORECASE)
+    assert length is not None, answer
+    while len(answer.partition(b"\r\n\r\n")[2]) < int(length[1]):
+        answer += sock.recv(65_536)
+    return answer
 
 
 def decode_bin() -> Metric:
@@ -220,10 +220,10 @@ def serve(pipe: Connection, model: str | None, core: int) -> None:
 
     async def main() -> None:
         edge = Edge(Config(), KeyRing({}), Metrics(), backend)
-        pipe.send(await listen(make_runner(create_app(edge))))
+        pipe.send(await listen(create_app(edge)))
         while True:
             content_type, body = await asyncio.to_thread(pipe.recv)
-            pipe.send(await listen(web.AppRunner(bare_app(content_type, body), access_log=None)))
+            pipe.send(await listen(bare_app(content_type, body)))
 
     uvloop.run(main())
 
@@ -237,7 +237,9 @@ def bare_app(content_type: str, body: bytes) -> web.Application:
     return app
 
 
-async def listen(runner: web.AppRunner) -> int:
+async def listen(app: web.Application) -> int:
+    """A port of its own for `app`, served as the service is."""
+    runner = make_runner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     return int(runner.addresses[0][1])

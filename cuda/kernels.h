@@ -78,16 +78,18 @@ struct rx_copy {
     int64_t num_pages;
 };
 
-/* Rows of bf16 to be normed (weight is given) or rotated (cos and sin are): token t's head h lies
- * at t * stride + h * dim; out may be x. */
+/* Rows of fp32 or bf16 to be normed (weight is given), rotated (cos and sin are) or gated (none is):
+ * token t's head h lies at t * stride + h * dim. `out` may be x, but not of what is gated: there a
+ * row of x is 2 * dim long. */
 struct rx_rows {
+    enum rx_dtype dtype; /* of all that follows */
     int64_t num_tokens;
     int32_t num_heads, dim, rotary_dim;
-    const uint16_t *x;
-    uint16_t *out;
+    const void *x;
+    void *out;
     int64_t x_stride, out_stride; /* elements */
-    const uint16_t *weight;       /* [dim] or NULL */
-    const uint16_t *cos, *sin;    /* [num_tokens][rotary_dim], the second half as the first */
+    const void *weight;           /* [dim] or NULL */
+    const void *cos, *sin;        /* [num_tokens][rotary_dim], the second half as the first */
     float eps;
 };
 

@@ -168,14 +168,16 @@ static PyObject *attention(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return result(error);
 }
 
-/* Tokens, their heads, and the rows that are read. */
+/* Tokens, their heads, and the rows that are read and written. */
 static struct rx_rows take_rows(struct args *a) {
-    struct rx_rows rows = {0};
+    struct rx_rows rows = {.dtype = (enum rx_dtype)take_int(a)};
     rows.num_tokens = take_int(a);
     rows.num_heads = (int32_t)take_int(a);
     rows.dim = (int32_t)take_int(a);
-    rows.x = rows.out = take_pointer(a);
-    rows.x_stride = rows.out_stride = take_int(a);
+    rows.x = take_pointer(a);
+    rows.x_stride = take_int(a);
+    rows.out = take_pointer(a);
+    rows.out_stride = take_int(a);
     return rows;
 }
 
@@ -191,8 +193,6 @@ static PyObject *rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t narg
     (void)self;
     struct args a = {args, nargs, 0};
     struct rx_rows rows = take_rows(&a);
-    rows.out = take_pointer(&a);
-    rows.out_stride = take_int(&a);
     rows.weight = take_pointer(&a);
     rows.eps = take_float(&a);
     return run_rows(&a, rows);
@@ -206,6 +206,12 @@ static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     rows.sin = take_pointer(&a);
     rows.rotary_dim = (int32_t)take_int(&a);
     return run_rows(&a, rows);
+}
+
+static PyObject *gate(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct args a = {args, nargs, 0};
+    return run_rows(&a, take_rows(&a));
 }
 
 #ifdef RX_WITH_CUDA
@@ -242,6 +248,7 @@ static PyMethodDef methods[] = {
     {"attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL, NULL},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, NULL},
     {"rotate", (PyCFunction)(void (*)(void))rotate, METH_FASTCALL, NULL},
+    {"gate", (PyCFunction)(void (*)(void))gate, METH_FASTCALL, NULL},
     {"set_num_threads", (PyCFunction)(void (*)(void))set_num_threads, METH_FASTCALL, NULL},
     {"select_isa", select_isa, METH_O, NULL},
 #ifdef RX_WITH_CUDA

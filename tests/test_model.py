@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from radixsvc.architecture import describe, has_fast_bfloat16
 from radixsvc.attention import RaggedBatch, StepContext
 from radixsvc.errors import SetupError
-from radixsvc.fused import RMSNorm, rotate
+from radixsvc.fused import RMSNorm, gated, rotate
 from radixsvc.model import Model, load_model, measure_num_threads
 from tiers import _kernels
 from tiers.device import DeviceTier
@@ -298,8 +298,9 @@ def test_threads_are_measured_and_set() -> None:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("isa", ["plain", "avx2", ""])
-def test_norm_and_rotation_are_transformers_own(isa: str) -> None:
+def test_norm_rotation_and_gate_are_transformers_own(isa: str, dtype: torch.dtype) -> None:
     """On rows whose length no vector divides, in place among other heads, for each ISA."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -307,17 +308,22 @@ def test_norm_and_rotation_are_transformers_own(isa: str) -> None:
         _kernels.select_isa(isa)
     except RuntimeError as error:
         pytest.skip(str(error))
-    stock = LlamaRMSNorm(38).bfloat16()
+    stock = LlamaRMSNorm(38).to(dtype)
     torch.nn.init.uniform_(stock.weight)
-    heads = torch.randn(700, 5, 38).bfloat16()
-    cos, sin = torch.randn(2, 1, 700, 19).repeat(1, 1, 1, 2).bfloat16()
+    heads = torch.randn(700, 5, 38).to(dtype)
+    cos, sin = torch.randn(2, 1, 700, 19).repeat(1, 1, 1, 2).to(dtype)
+    gates = torch.cat([torch.linspace(-200, 200, 901), torch.randn(201)]).to(dtype).view(1, 29, 38)
     wanted = heads.clone().float()
     with torch.inference_mode():
         wanted[:, 1:3] = stock.float()(wanted[:, 1:3])
         q = wanted[None, :, :3].transpose(1, 2)
         wanted[:, :3] = apply_rotary_pos_emb(q, q, cos.float(), sin.float())[0][0].transpose(0, 1)
-        RMSNorm(stock.bfloat16()).apply_(heads[:, 1:3])
-        rotate(heads, 3, cos, sin)
+        RMSNorm(stock.to(dtype)).apply_(heads[:, 1:3])
+        rotate(heads[:, :3], cos, sin)
+        gate, up = gates.float().split(19, -1)
+        opened, wanted_opened = gated(gates), torch.nn.functional.silu(gate) * up
     _kernels.select_isa("")
+    bound = 0.02 if dtype is torch.bfloat16 else 2e-6
     assert torch.equal(heads[:, 3:].float(), wanted[:, 3:])
-    torch.testing.assert_close(heads.float(), wanted, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(heads.float(), wanted, rtol=bound, atol=bound)
+    torch.testing.assert_close(opened.float(), wanted_opened, rtol=bound, atol=bound)

@@ -57,6 +57,7 @@ def attention(
     """
 
 def rms_norm(
+    dtype: int,
     num_tokens: int,
     num_heads: int,
     dim: int,
@@ -70,25 +71,41 @@ def rms_norm(
 ) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight for each head of each token, on the CPU.
 
-    All bf16. Strides are a token's, in elements; a token's heads lie one after another. `out` may
-    be `x`.
+    All of `dtype`, 0 for fp32 or 1 for bf16. Strides are a token's, in elements; a token's heads
+    lie one after another. `out` may be `x`.
     """
 
 def rotate(
+    dtype: int,
     num_tokens: int,
     num_heads: int,
-    head_dim: int,
+    dim: int,
     x: int,
     x_stride: int,
+    out: int,
+    out_stride: int,
     cos: int,
     sin: int,
     rotary_dim: int,
     /,
 ) -> None:
-    """Rotary embedding in place, of the first `rotary_dim` elements of each head, on the CPU.
+    """Rotary embedding of the first `rotary_dim` elements of each head, rows as of `rms_norm`.
 
-    All bf16; cos and sin are [num_tokens][rotary_dim], their second halves as their first.
+    cos and sin are [num_tokens][rotary_dim], their second halves as their first.
     """
+
+def gate(
+    dtype: int,
+    num_tokens: int,
+    num_heads: int,
+    dim: int,
+    x: int,
+    x_stride: int,
+    out: int,
+    out_stride: int,
+    /,
+) -> None:
+    """out = silu(x[:dim]) * x[dim:2 * dim] for each token, rows as of `rms_norm`; one head."""
 
 def copy_pages(
     src: int,

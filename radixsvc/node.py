@@ -85,13 +85,14 @@ class Children:
             self._chunks.insert(c + 1, untrack(chunk[self.CHUNK :]))
             del chunk[self.CHUNK :]
 
-    def remove(self, child: Node) -> None:
-        """Take `child` out. The index must not be left empty: see `only`."""
+    def remove(self, child: Node) -> bool:
+        """Take `child` out; whether others are left. If not, the index is of no use any more."""
         c, i = locate(self._chunks, child.tokens)
         chunk = self._chunks[c]
         del chunk[i]
         if not chunk:
             del self._chunks[c]
+        return bool(self._chunks)
 
     def replace(self, child: Node, other: Node) -> None:
         """Put `other`, whose run shares its first page with `child`'s, in the place of `child`."""

@@ -139,12 +139,10 @@ class Structure(Placement):
                 self.keep(node, level, 0)
         if any(self.ghosts.left):
             self.ghosts.forget(node)
-        if parent.children.only is node:
+        if not parent.children.remove(node):
             parent.children = None
             if parent.parent is None:
                 self._drop_root_if_bare(parent)
-        else:
-            parent.children.remove(node)
         node.parent = None
         node.tokens = b""  # it may still stand in someone's queue
         self.num_nodes -= 1

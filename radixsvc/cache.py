@@ -64,10 +64,9 @@ class CacheStats:
 
 
 class PrefixCache:
-    """Radix tree and pages. `max_pinned` is the part of the device that pins may take.
+    """Radix tree and pages. Pins may take half of the device.
 
-    `max_ghosts` is the part of each tier that is remembered after its eviction: `hits_at_double`
-    wants all of it. `quotas` limit the pages by tier that the tree keeps for all namespaces of a
+    `quotas` limit the pages by tier that the tree keeps for all namespaces of a
     key's name; what is leased may exceed them for a time. Not `enabled`: every request computes
     its whole prompt and leaves nothing.
     """
@@ -77,8 +76,6 @@ class PrefixCache:
         device: PageLedger,
         page_size: int,
         *,
-        max_ghosts: float = 1.0,
-        max_pinned: float = 0.5,
         lower: Lower | None = None,
         quotas: Mapping[str, Sequence[int | None]] | None = None,
         enabled: bool = True,
@@ -87,12 +84,12 @@ class PrefixCache:
         self.page_size = page_size
         self.enabled = enabled
         tiers = [device] if lower is None else [device, lower.host, lower.disk]
-        limits = [0 if tier is None else int(max_ghosts * tier.num_pages) for tier in tiers]
-        self.tree = RadixTree(page_size, limits)
+        num_pages = [0 if tier is None else tier.num_pages for tier in tiers]
+        self.tree = RadixTree(page_size, ghost_pages=num_pages)  # see `hits_at_double`
         for name, pages in (quotas or {}).items():  # before a restart's pages are taken in
             self.tree.accounts[name] = Account(pages)
         self.residency = Residency(self.tree, self.device, lower)
-        self.pins = Pins(self.residency, int(max_pinned * device.num_pages))
+        self.pins = Pins(self.residency, device.num_pages // 2)
         self.leases: dict[str, dict[Lease, None]] = {}  # by namespace, oldest first
         self.counters = self.residency.counters
         self._hits = np.zeros((2, len(PAGES)), np.int64)  # tokens found, and found at double

@@ -121,13 +121,16 @@ class Structure(Placement):
         node.parent = node.children = None
         self.num_nodes -= 1
 
-    def _adopt(self, parent: Node, child: Node) -> None:
+    def _adopt(self, parent: Node, tokens: bytes) -> Node:
+        """A new child, which lies nowhere yet."""
+        child = Node(tokens, parent.account)
         child.parent = parent
         if parent.children is None:
             parent.children = Children(child)
         else:
             parent.children.add(child)
         self.num_nodes += 1
+        return child
 
     def _take_out(self, node: Node) -> None:
         """Remove an unreferenced leaf from the tree and let its pages go."""

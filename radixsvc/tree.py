@@ -226,8 +226,7 @@ class RadixTree(Structure):
             node.tokens += tokens
             self._place(node, DEVICE, node.device + pages)
             return node
-        child = Node(tokens, node.account)
-        self._adopt(node, child)
+        child = self._adopt(node, tokens)
         child.last_use = self.clock
         child.refs = child.uses = 1
         child.priority = priority
@@ -236,8 +235,7 @@ class RadixTree(Structure):
 
     def graft(self, parent: Node, tokens: bytes, level: int, pages: PageIds) -> Node:
         """A new child, unreferenced, whose pages lie on one tier. It is as old as can be."""
-        child = Node(tokens, parent.account)
-        self._adopt(parent, child)
+        child = self._adopt(parent, tokens)
         self._place(child, level, pages.tobytes())
         return child
 

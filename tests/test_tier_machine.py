@@ -117,7 +117,7 @@ class TierMachine(Machine):
     def start(self) -> None:
         quotas = {"b": [self.quota, self.quota + 1, self.quota + 2]} if self.quota >= 0 else {}
         self.cache = PrefixCache(
-            self.device, self.page_size, max_ghosts=0.5, max_pinned=0.5, lower=self.lower,
+            self.device, self.page_size, lower=self.lower,
             quotas=quotas,
         )  # fmt: skip
         self.cache.residency.seconds_per_token = 1.0

@@ -59,9 +59,7 @@ class Machine:
         self.namespaces = [namespace_key("a"), namespace_key("b", "salt")]
         self.quota = draw(-6, 6)
         quotas = {"b": [self.quota]} if self.quota >= 0 else {}
-        self.cache = PrefixCache(
-            self.device, page_size, max_ghosts=0.5, max_pinned=0.5, quotas=quotas
-        )
+        self.cache = PrefixCache(self.device, page_size, quotas=quotas)
         self.leases: list[tuple[Lease, int]] = []
         self.generation = 0
         self.seen: list[list[int]] = [[]]

@@ -66,9 +66,9 @@ class CacheStats:
 class PrefixCache:
     """Radix tree and pages. Pins may take half of the device.
 
-    `quotas` limit the pages by tier that the tree keeps for all namespaces of a
-    key's name; what is leased may exceed them for a time. Not `enabled`: every request computes
-    its whole prompt and leaves nothing.
+    `quotas` limit the pages by tier that the tree keeps for all namespaces of a key's name; what
+    is leased may exceed them for a time. Not `enabled`: every request computes its whole prompt
+    and leaves nothing.
     """
 
     def __init__(

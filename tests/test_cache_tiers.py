@@ -66,6 +66,12 @@ class Rig:
     def run_unsettled(self, tokens: np.ndarray) -> TokensByTier:
         """A whole request; where its tokens came from."""
         lease = self.acquire(tokens)
+        self.compute(lease)
+        lease.release()
+        return lease.sources
+
+    def compute(self, lease: Lease) -> None:
+        tokens = lease.tokens
         lease.extend(len(tokens))
         for i in range(lease.cached_len, len(tokens)):
             row = self.device.pool[lease.page_table[i // 4]].view(-1, 4, 8)
@@ -73,8 +79,6 @@ class Rig:
             row[:, i % 4, 1::2] = float(tokens[i])
         lease.commit(len(tokens))
         self.verify(lease, len(tokens))
-        lease.release()
-        return lease.sources
 
     def run(self, tokens: np.ndarray) -> TokensByTier:
         sources = self.run_unsettled(tokens)
@@ -238,6 +242,30 @@ def test_two_requests_wait_for_one_load(tmp_path: Path) -> None:
         rig.cache.poll()
     rig.verify(second, second.cached_len)
     second.release()
+    rig.settle()
+    rig.close()
+
+
+def test_who_computes_what_another_loads_does_not_share_it_before_it_is_there(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, disk=0, policy=TierPolicy(promote="cost"))
+    rig.cache.residency.seconds_per_token = 1e-12
+    for seed in range(4):
+        rig.run(prompt(seed))
+    computing = rig.acquire(prompt(0))
+    computing.extend(16)
+    rig.cache.residency.seconds_per_token = 1.0
+    loading = rig.cache.acquire(TEAM, prompt(0))
+    assert len(loading.awaited) == 4
+    rig.compute(computing)
+    assert computing.num_locked == 0
+    rig.cache.check()
+    while not loading.poll():
+        rig.cache.poll()
+    rig.verify(loading, 15)
+    computing.release()
+    loading.release()
     rig.settle()
     rig.close()
 

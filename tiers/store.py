@@ -91,7 +91,7 @@ class StoreQueue:
             except BaseException as failure:
                 job.failure = failure
             job.finished_at = self._clock()
-            job.is_over = True
+            job.ended = True
         if pinning is not None and is_fast:
             pinning.unpin(address)
 

@@ -69,7 +69,7 @@ class DiskJob:
     started_at: float = math.inf
     finished_at: float = 0.0
     failure: BaseException | None = None
-    is_over: bool = False
+    ended: bool = False
     abandoned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -78,7 +78,7 @@ class DiskJob:
         """Raises what its worker met with."""
         if self.failure is not None:
             raise self.failure
-        return self.is_over
+        return self.ended
 
     @property
     def keeps_slots(self) -> bool:

@@ -258,7 +258,9 @@ class Engine:
         return bool(scheduled)
 
     def _schedule(self) -> list[Scheduled]:
-        return self.scheduler.schedule(self.sizer.chunk(self.scheduler.is_decoding))
+        config = self.config.scheduler
+        alone, shared = map(self.sizer.chunk, (config.prefill_seconds, config.step_seconds))
+        return self.scheduler.schedule(alone, shared)
 
     def take_in(self) -> None:
         """Do what other threads asked for since the last step."""

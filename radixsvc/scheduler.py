@@ -5,6 +5,8 @@
 
 The scheduler decides and never computes. Every decoding request gets one token a step, so
 prefill never starves it; what the step's time leaves goes to prefill, oldest admission first.
+A step for one prompt alone may be long, one that others share is short: whoever's prompt is done
+first has its token then, not when all have.
 Waiting requests are admitted by longest cached prefix. One that others were let in before
 `aging_rounds` times goes first, in order of arrival, and nobody overtakes it for want of pages
 any more.
@@ -26,8 +28,8 @@ from tiers.page import OutOfPages
 class SchedulerConfig:
     """Limits of what runs at once. Times are seconds, sizes tokens.
 
-    A step may take `step_seconds` while anything decodes, and `prefill_seconds` while nothing
-    does: each pass reads all weights, so a prompt in few large chunks is done sooner.
+    A step may take `step_seconds`, and `prefill_seconds` where it holds one prompt and nothing
+    else: each pass reads all weights, so a prompt in few large chunks is done sooner.
     """
 
     max_running: int = 64
@@ -60,6 +62,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.waits_for_step = False  # pages are short that a step under way holds
         self._preemptions_left = 0
+        self._steps: list[Scheduled] = []  # of the step being scheduled
+        self._budget = 0  # tokens of prefill that it has room for
+        self._shared = 0  # the same where it holds more than one prompt
 
     @property
     def has_work(self) -> bool:
@@ -72,27 +77,29 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self, chunk: int) -> list[Scheduled]:
-        """The next step's work: all that decodes, and at most `chunk` tokens of prefill.
+    def schedule(self, alone: int, shared: int) -> list[Scheduled]:
+        """The next step's work: all that decodes, and tokens of prefill, at most `alone` of one
+        prompt by itself and `shared` beside anything else.
 
         Pages for it are held when this returns. An empty list means that everything waits for
         copies, for readers, for pages or for the tokens of a step under way.
         """
         self._preemptions_left = self.config.preemptions_a_step
         self.waits_for_step = False
-        self._poll_promotions()
-        steps: list[Scheduled] = []
+        self._steps = []
         for request in list(self.running):
+            if request.state is State.PROMOTING:
+                self._start_when_loaded(request)
             if request.can_decode and self._hold(request, 1):
-                steps.append(Scheduled(request, 1))
-        budget = chunk
+                self._steps.append(Scheduled(request, 1))
+        self._budget, self._shared = shared if self.is_decoding else alone, shared
         for request in list(self.running):
-            if request.state is State.PREFILLING and budget > 0:
-                budget -= self._prefill(request, budget, steps)
-        steps = [s for s in steps if s.request.lease is not None]  # not preempted meanwhile
-        if budget > 0 and self.waiting:
-            self._admit(budget, steps)
-        return steps
+            if request.state is State.PREFILLING:
+                self._prefill(request)
+        self._steps = [s for s in self._steps if s.request.lease is not None]  # not preempted
+        if self._budget > 0 and self.waiting:
+            self._admit()
+        return self._steps
 
     def remove(self, request: Request) -> None:
         """Take a request out in any state; its pages go when no step under way uses them."""
@@ -121,11 +128,6 @@ class Scheduler:
         self.running.remove(request)
         self.waiting.insert(0, request)
 
-    def _poll_promotions(self) -> None:
-        for request in self.running:
-            if request.state is State.PROMOTING:
-                self._start_when_loaded(request)
-
     def _start_when_loaded(self, request: Request) -> None:
         lease = request.lease
         assert lease is not None
@@ -140,17 +142,16 @@ class Scheduler:
             )
         request.num_recomputed += max(0, request.most_computed - lease.cached_len)
 
-    def _prefill(self, request: Request, budget: int, steps: list[Scheduled]) -> int:
-        """Schedule a chunk of at most `budget` tokens; returns how many were taken."""
+    def _prefill(self, request: Request) -> None:
+        """Schedule as much of a prompt as there is room for."""
         num_tokens = request.num_uncomputed
-        if num_tokens > budget:
+        if num_tokens > self._budget:
             # A chunk ends on a page's end, so that what is committed are whole pages.
-            end = request.num_computed + budget
-            num_tokens = budget - end % self.cache.page_size
-        if num_tokens <= 0 or not self._hold(request, num_tokens):
-            return 0
-        steps.append(Scheduled(request, num_tokens))
-        return num_tokens
+            end = request.num_computed + self._budget
+            num_tokens = self._budget - end % self.cache.page_size
+        if num_tokens > 0 and self._hold(request, num_tokens):
+            self._steps.append(Scheduled(request, num_tokens))
+            self._budget = self._shared = min(self._budget, self._shared) - num_tokens
 
     def _hold(self, request: Request, num_tokens: int) -> bool:
         """Pages for `num_tokens` more, at the expense of younger requests if there is no other way.
@@ -172,13 +173,13 @@ class Scheduler:
             self.preempt(youngest)
         return False
 
-    def _admit(self, budget: int, steps: list[Scheduled]) -> None:
+    def _admit(self) -> None:
         """Let waiting requests in, while there are places, budget and pages."""
         config = self.config
         ranked = self._ranked()
         num_running = len(self.running)
         for request in ranked:
-            if budget <= 0 or len(self.running) >= config.max_running:
+            if self._budget <= 0 or len(self.running) >= config.max_running:
                 break
             if config.share_running_prefixes and self._gains_by_waiting(request):
                 continue
@@ -187,7 +188,7 @@ class Scheduler:
                     break  # it is next: the pages that come free are for it
                 continue
             if request.state is State.PREFILLING:
-                budget -= self._prefill(request, budget, steps)
+                self._prefill(request)
         if len(self.running) > num_running:
             for request in ranked:
                 request.rounds_waited += request.state is State.WAITING
@@ -209,10 +210,10 @@ class Scheduler:
         return [request for _, request in sorted(enumerate(considered), key=rank)]
 
     def _gains_by_waiting(self, request: Request) -> bool:
-        """A running request will soon have computed at least a chunk of this one's prompt."""
+        """A running request will soon have computed at least a page of this one's prompt."""
         found = self.cache.match(request.namespace, request.tokens).length
         pending = self.cache.pending(request.namespace, request.tokens)
-        return pending - found >= min(self.config.min_chunk, max(1, len(request.tokens) - 1))
+        return pending - found >= min(self.cache.page_size, max(1, len(request.tokens) - 1))
 
     def _start(self, request: Request) -> bool:
         """Acquire a lease if the request's prompt fits beside what running ones still need."""
@@ -267,12 +268,11 @@ class ChunkSizer:
         """Of prefill beyond the base; 0 until a step was recorded."""
         return median(self._rates) if self._rates else 0.0
 
-    def chunk(self, decoding: bool) -> int:
-        """Prefill tokens for the next step, in which others decode or not."""
+    def chunk(self, seconds: float) -> int:
+        """Prefill tokens for a step of so many seconds."""
         rate = self.seconds_per_token
         if rate == 0.0:
             return min(self.limit, 8 * self.config.min_chunk)
-        seconds = self.config.step_seconds if decoding else self.config.prefill_seconds
         fits = int((seconds - self.base_seconds) / rate)
         return max(self.config.min_chunk, min(fits, self.limit))
 

@@ -89,6 +89,7 @@ def test_somebody_else_there_is_69(answer: bytes, capsys: pytest.CaptureFixture[
         ["generate"],
         ["serve", "--no-such"],
         ["simulate", "--disk=5"],
+        ["simulate", "--disk=5%"],
         ["bench", "tree", "--page-size=0"],
     ],
 )
@@ -106,6 +107,8 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
         (["stats", "--url", "ftp://x"], "write it as http://127.0.0.1:8011"),
         (["generate", "@/nowhere"], "No such file"),
         (["simulate", "--policies", "magic"], "magic"),
+        (["simulate", "--trace", "nowhere.jsonl"], "nowhere"),
+        (["simulate", "--sessions", "0"], "no requests"),
     ],
 )
 def test_what_the_parser_lets_through_is_2_in_words(

@@ -18,7 +18,6 @@ from radixsvc.bench import simulate, workloads
 from radixsvc.bench.history import Prompt, trace_history, workload_history
 from radixsvc.bench.policies import Linear, Optimum, Paged, Policy, Radix
 from radixsvc.cli import main
-from radixsvc.errors import SetupError
 from radixsvc.residency import TierPolicy
 
 
@@ -203,19 +202,15 @@ def test_a_host_smaller_than_what_is_demoted_takes_the_front_of_it() -> None:
     assert hits(small, history) == [0, 0, 4]
 
 
-def simulate_on(tmp_path: Path, *options: str) -> argparse.Namespace:
-    path = write_trace(
-        tmp_path / "t.jsonl", *[(1500, [0, 10 + i % 3, 20 + i % 3]) for i in range(12)]
-    )
-    parser = argparse.ArgumentParser()
-    simulate.add_arguments(parser)
-    return parser.parse_args(["--trace", str(path), *options])
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """The options that name a trace of twelve requests, in which three take turns."""
+    requests = [(1500, [0, 10 + i % 3, 20 + i % 3]) for i in range(12)]
+    return f"--trace={write_trace(tmp_path / 't.jsonl', *requests)}"
 
 
-def test_the_simulation_prints_every_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    simulate.run(simulate_on(tmp_path))
+def test_the_simulation_prints_every_policy(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace]) == 0
     printed = capsys.readouterr().out
     assert "12 requests, 18,000 prompt tokens" in printed
     cells = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
@@ -225,9 +220,9 @@ def test_the_simulation_prints_every_policy(
     assert hit["radix"] == hit["optimum"] == hit["no limit"] != "0.0%"
 
 
-def test_a_curve_rises_with_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_curve_rises_with_memory(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--device", "2MiB,200MiB,2GiB", "--json", "--policies", "radix"]
-    simulate.run(simulate_on(tmp_path, *options))
+    assert main(["simulate", trace, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [r["case"] for r in found] == ["t, 2 MiB", "t, 200 MiB", "t, 2 GiB"]
     curve = [r["hit"] for r in found]
@@ -237,29 +232,7 @@ def test_a_curve_rises_with_memory(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_every_workload_has_its_row(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    simulate.add_arguments(parser)
-    options = ["--every-workload", "--sessions", "2", "--groups", "1"]
-    simulate.run(parser.parse_args(options))
+    assert main(["simulate", "--every-workload", "--sessions", "2", "--groups", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[1] for line in lines if re.match(r"\| [a-z]", line)]
     assert rows == [*workloads.WORKLOADS] * 2
-
-
-@pytest.mark.parametrize(
-    "option", [["--policies", "magic"], ["--trace", "nowhere.jsonl"], ["--limit", "0"]]
-)
-def test_bad_options_are_told_in_words(tmp_path: Path, option: list[str]) -> None:
-    with pytest.raises(SetupError, match=r"magic|nowhere|no requests"):
-        simulate.run(simulate_on(tmp_path, *option))
-
-
-@pytest.mark.parametrize("text", ["24", "50%", "GiB"])
-def test_sizes_need_units(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        simulate.size(text)
-
-
-def test_the_command_line_reaches_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--workload", "documents", "--policies", "radix"]) == 0
-    assert "documents: 8 requests" in capsys.readouterr().out

@@ -45,7 +45,7 @@ class ModelMover:
     def __init__(self, draw: Integers, faulty: bool) -> None:
         self.draw = draw
         self.faulty = faulty
-        self.under_way: list[tuple[Ticket, list[Record]]] = []
+        self.under_way: list[tuple[Ticket, list[Record], int]] = []
         self.arrived: dict[str, int] = {}
 
     def submit(
@@ -53,15 +53,12 @@ class ModelMover:
         chain: Chain | None = None,
     ) -> Ticket | None:  # fmt: skip
         assert len(source_pages) == len(target_pages) > 0
-        assert (target.states[target_pages] == PageState.LOADING).all()
         if self.faulty and not self.draw(0, 7):
             return None
-        source.add_readers(source_pages)
-        target.add_readers(target_pages)
         ticket = Ticket(source, source_pages, target, target_pages)
+        ticket.begin()
         records = chain.records(len(target_pages)) if chain else []
-        ticket.generation = target.generation
-        self.under_way.append((ticket, records))
+        self.under_way.append((ticket, records, target.generation))
         return ticket
 
     def poll(self) -> list[Ticket]:
@@ -71,22 +68,20 @@ class ModelMover:
         return [self.end()] if self.under_way else []
 
     def end(self) -> Ticket:
-        ticket, records = self.under_way.pop(self.draw(0, len(self.under_way) - 1))
+        ticket, records, generation = self.under_way.pop(self.draw(0, len(self.under_way) - 1))
         source, target = ticket.source, ticket.target
         assert isinstance(source, ModelTier)
         assert isinstance(target, ModelTier)
         fails = self.faulty and not self.draw(0, 3)
         for i, (a, b) in enumerate(zip(ticket.source_pages, ticket.target_pages, strict=True)):
             ticket.ok[i] = not fails or bool(self.draw(0, 1))
-            ticket.ok[i] &= ticket.generation == target.generation
+            ticket.ok[i] &= source.name != "disk" or int(a) in source.records
             ticket.bad[i] = not ticket.ok[i] and source.name == "disk" and bool(self.draw(0, 1))
             if ticket.ok[i]:
                 target.content[b] = list(source.content[a])
-                if records:
+                if records and generation == target.generation:  # else what it wrote is void
                     target.records[int(b)] = records[i]
-        source.drop_readers(ticket.source_pages)
-        target.publish(ticket.target_pages[ticket.ok])
-        target.drop_readers(ticket.target_pages)
+        ticket.settle()
         self.arrived[target.name] = self.arrived.get(target.name, 0) + int(ticket.ok.sum())
         return ticket
 

@@ -44,7 +44,7 @@ from tiers.cuda_copy import CudaStream
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier
 from tiers.host import HostTier
-from tiers.page import InvariantError, PageIds, PageState
+from tiers.page import PageIds, PageState
 from tiers.store import StoreQueue
 from tiers.ticket import READ, WRITE, DiskJob, Lane, StreamJob, Ticket
 
@@ -111,18 +111,13 @@ class Mover:
             raise ValueError("as many target pages as source pages, and at least one")
         if target is self._disk and (chain is None or len(chain.blobs) < len(target_pages)):
             raise ValueError("pages bound for the disk need a chain with a blob for each")
-        ends = (source, source_pages, PageState.READY), (target, target_pages, PageState.LOADING)
-        for tier, pages, state in ends:
-            if (tier.states[pages] != state).any():
-                raise InvariantError(f"{tier.name} pages {pages} are not all {state.name}")
         ticket = Ticket(source, source_pages, target, target_pages)
         lane = self._lanes[source, target]
         queued = lane.queued_bytes
         is_full = queued and queued + ticket.nbytes > MAX_QUEUED_BYTES
         if is_full or not self.available(source, target):
             return None
-        source.add_readers(source_pages)
-        target.add_readers(target_pages)
+        ticket.begin()
         fence = self._fence()
         if lane.stream is not None:
             views = _view(source, source_pages), _view(target, target_pages)

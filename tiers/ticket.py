@@ -16,7 +16,7 @@ import numpy as np
 
 from tiers.base import Mask, PageView, Record, Tier
 from tiers.copy import CopyStream
-from tiers.page import PageIds
+from tiers.page import InvariantError, PageIds, PageState
 
 CLOSING, READ, WRITE = range(3)  # what the disk's workers do first
 FIRST_GUESS_S_PER_BYTE = 1e-9  # until a lane was used
@@ -120,6 +120,31 @@ class Ticket:
     def nbytes(self) -> int:
         return len(self.source_pages) * self.source.page_bytes
 
+    def begin(self) -> None:
+        """Hold the pages. Raises InvariantError where one is in the wrong state."""
+        ends = (
+            (self.source, self.source_pages, PageState.READY),
+            (self.target, self.target_pages, PageState.LOADING),
+        )
+        for tier, pages, state in ends:
+            if (tier.states[pages] != state).any():
+                raise InvariantError(f"{tier.name} pages {pages} are not all {state.name}")
+        for tier, pages, _ in ends:
+            tier.add_readers(pages)
+
+    def settle(self) -> None:
+        """Publish what is `ok`, let go of all that no job may touch any more."""
+        self.settled = True
+        if self.cancelled:
+            self.target.free(self.target_pages)
+        else:
+            self.target.publish(self.target_pages[self.ok])
+        self.source.drop_readers(self.source_pages)
+        is_over = np.ones(len(self.target_pages), np.bool_)
+        for job in self.jobs:
+            is_over[job.places] = not job.keeps_slots
+        self.target.drop_readers(self.target_pages[is_over])
+
 
 class Lane:
     """What one tier sends another, on a copy stream or, where there is none, by the disk's workers.
@@ -154,7 +179,10 @@ class Lane:
                 if not is_late:
                     break
         if not ticket.settled and (not jobs or (is_late and all(job.abandon() for job in jobs))):
-            self._settle(ticket)
+            ticket.settle()  # with what its jobs did; those that are left are abandoned
+            self.queued_bytes -= ticket.nbytes
+            self._seconds *= RATE_MEMORY
+            self._nbytes *= RATE_MEMORY
         return not jobs
 
     def _take_in(self, job: StreamJob | DiskJob, ticket: Ticket) -> None:
@@ -168,23 +196,6 @@ class Lane:
             self._seconds += max(0.0, job.seconds(self._last_end))
             self._nbytes += len(pages) * ticket.target.page_bytes
         self._last_end = max(self._last_end, job.finished_at)
-
-    def _settle(self, ticket: Ticket) -> None:
-        """End a ticket with what its jobs did; those that are left are abandoned."""
-        ticket.settled = True
-        self.queued_bytes -= ticket.nbytes
-        self._seconds *= RATE_MEMORY
-        self._nbytes *= RATE_MEMORY
-        target, pages = ticket.target, ticket.target_pages
-        if ticket.cancelled:
-            target.free(pages)
-        else:
-            target.publish(pages[ticket.ok])
-        ticket.source.drop_readers(ticket.source_pages)
-        is_over = np.ones(len(pages), np.bool_)
-        for job in ticket.jobs:
-            is_over[job.places] = not job.keeps_slots
-        target.drop_readers(pages[is_over])
 
     def seconds(self, nbytes: int) -> float:
         """What so many bytes take, of what is measured: the last and the largest weigh most."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from tiers.base import Chain, StoredPage, Tier
-from tiers.page import InvariantError, PageIds, PageState
+from tiers.page import PageIds
 from tiers.ticket import Ticket
 
 
@@ -47,21 +45,16 @@ class InstantMover:
         target_pages: PageIds,
         chain: Chain | None = None,
     ) -> Ticket | None:
-        if (target.states[target_pages] != PageState.LOADING).any():
-            raise InvariantError(f"{target.name} pages {target_pages} are not all LOADING")
-        source.add_readers(source_pages)
-        target.add_readers(target_pages)
         ticket = Ticket(source, source_pages, target, target_pages)
+        ticket.begin()
         self._under_way.append(ticket)
         return ticket
 
     def poll(self) -> list[Ticket]:
         finished, self._under_way = self._under_way, []
         for ticket in finished:
-            ticket.source.drop_readers(ticket.source_pages)
-            ticket.target.publish(ticket.target_pages)
-            ticket.target.drop_readers(ticket.target_pages)
-            ticket.ok = np.ones(len(ticket.target_pages), np.bool_)
+            ticket.ok[:] = True
+            ticket.settle()
         return finished
 
     def wait(self, timeout_s: float) -> list[Ticket]:

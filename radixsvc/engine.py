@@ -18,7 +18,7 @@ import gc
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,22 +28,13 @@ import numpy as np
 import torch
 
 from radixsvc.cache import PrefixCache
-from radixsvc.errors import (
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    Draining,
-    EngineFailed,
-    QueueFull,
-    ServiceError,
-    SlowReader,
-)
-from radixsvc.graphs import DecodeGraphs, cuda_capture
+from radixsvc.errors import ContextLengthExceeded, Draining, EngineFailed, QueueFull
 from radixsvc.model import Model
-from radixsvc.request import FinishReason, Request, Sources, State, Usage
-from radixsvc.runner import Launched, NewTokens, Runner
-from radixsvc.sampler import Sampled, SamplerState
+from radixsvc.outcome import Outcomes
+from radixsvc.request import FinishReason, Request, Sources, State
+from radixsvc.runner import Launched, NewTokens, Runner, is_out_of_memory, is_sticky
+from radixsvc.sampler import SamplerState
 from radixsvc.scheduler import ChunkSizer, Scheduled, Scheduler, SchedulerConfig
-from radixsvc.stream import Finished, TokenStream, wake_all
 from tiers.device import DeviceTier
 from tiers.page import InvariantError
 
@@ -95,6 +86,7 @@ class Engine:
         self.cache = cache
         self.config = config
         self.scheduler = Scheduler(cache, config.scheduler)
+        self.outcomes = Outcomes(self.scheduler)
         self.sizer = ChunkSizer(config.scheduler)
         self.runner = Runner(model, device)
         self.overlap = device.device.type == "cuda" if config.overlap is None else config.overlap
@@ -106,8 +98,6 @@ class Engine:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Event()
-        self._requests: dict[str, Request] = {}
-        self._touched: dict[TokenStream, None] = {}
         self._draining = False
         self._stopping = False
         self._save_until = 0.0
@@ -117,8 +107,6 @@ class Engine:
         self._steps = 0
         self._checked_at = -1
         self._step_seconds = 0.0
-        self._totals: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
 
     # -- any thread ---------------------------------------------------------------------------
 
@@ -132,7 +120,7 @@ class Engine:
         if self.failed is not None:
             raise EngineFailed("the engine has failed and the service is ending")
         limit = self.config.scheduler.max_waiting
-        if len(self._requests) >= limit + self.config.scheduler.max_running:
+        if len(self.outcomes.open) >= limit + self.config.scheduler.max_running:
             raise QueueFull(f"{limit} requests are waiting already")
         if len(request.tokens) == 0:
             raise ContextLengthExceeded("the prompt is empty: at least one token is needed")
@@ -145,16 +133,16 @@ class Engine:
             )
         request.arrived = time.monotonic()
         request.sampler = SamplerState(request.params, request.tokens)
-        self._requests[request.id] = request
+        self.outcomes.add(request)
         self._post(lambda: self.scheduler.add(request))
 
     def cancel(self, request_id: str) -> None:
         """End a request early; its pages are let go within a step. Unknown ids are ignored."""
 
         def cancel() -> None:
-            request = self._requests.get(request_id)
+            request = self.outcomes.open.get(request_id)
             if request is not None:
-                self._finish(request, FinishReason.CANCELLED)
+                self.outcomes.finish(request, FinishReason.CANCELLED)
 
         self._post(cancel)
 
@@ -167,11 +155,10 @@ class Engine:
                 return
             try:
                 future.set_result(fn(self.cache))
-            except InvariantError as error:
-                future.set_exception(error)
-                raise
             except BaseException as error:
                 future.set_exception(error)
+                if isinstance(error, InvariantError):
+                    raise
 
         self._post(run)
         return future
@@ -180,7 +167,7 @@ class Engine:
         """Take nothing new, let what runs finish within `deadline` seconds, then stop. Blocks."""
         self._draining = True
         end = time.monotonic() + deadline
-        while self._requests and self._thread.is_alive() and time.monotonic() < end:
+        while self.outcomes.open and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.02)
         self._save_until = end
         self._stopping = True
@@ -189,22 +176,21 @@ class Engine:
 
     def progress(self) -> tuple[bool, float]:
         """Whether there is anything to do, and the seconds since the last step ended."""
-        busy = bool(self._requests or self._inbox or self._in_flight) or not self.ready
+        busy = bool(self.outcomes.open or self._inbox or self._in_flight) or not self.ready
         return busy, time.monotonic() - self._last_progress
 
     def stats(self) -> EngineStats:
-        totals = self._totals
-        sources = Sources(*(totals[name] for name in ("device", "host", "disk", "computed")))
+        outcomes, sources = self.outcomes, self.outcomes.sources
         return EngineStats(
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
             steps=self._steps,
-            prompt_tokens=totals["prompt"],
+            prompt_tokens=sources.cached + sources.computed,
             sources=sources,
-            recomputed_tokens=totals["recomputed"],
-            generated_tokens=totals["generated"],
+            recomputed_tokens=outcomes.num_recomputed,
+            generated_tokens=outcomes.num_generated,
             preemptions=self.scheduler.num_preemptions,
-            finished=dict(self._finished),
+            finished=dict(outcomes.finished),
             step_seconds=self._step_seconds,
             seconds_per_token=self.sizer.seconds_per_token,
             pages=self.device.count(),
@@ -239,22 +225,23 @@ class Engine:
                 log.critical("the tree at that moment:\n%s", self.cache.format_tree())
             self.on_failure(error)
         reason = EngineFailed if self.failed else Draining
-        for request in list(self._requests.values()):
-            request.stream.close(reason("the service ended before this request was finished"))
-            self._touched[request.stream] = None
-        self._wake_streams()
+        self.outcomes.abandon(reason("the service ended before this request was finished"))
 
     def step(self) -> bool:
         """One round: schedule, launch, retire. False where nothing could run."""
         self.cache.poll()
-        self._end_overdue()
+        now = time.monotonic()
+        self.outcomes.end_overdue(now, self.config.stream_deadline)
+        stalled = now - self._last_progress > self.config.stall_deadline
+        if stalled and self.outcomes.end_stalled():
+            self._last_progress = now
         scheduled = self._schedule()
         if self._in_flight and (self.scheduler.waits_for_step or not scheduled):
             self._retire()
             scheduled = self._schedule()
         if scheduled:
             self._run(scheduled)
-        self._wake_streams()
+        self.outcomes.wake_readers()
         return bool(scheduled)
 
     def _schedule(self) -> list[Scheduled]:
@@ -278,7 +265,7 @@ class Engine:
 
         Not at once: it takes longer than a short request, and the next one may be on its way.
         """
-        self._wake_streams()
+        self.outcomes.wake_readers()
         self._last_progress = time.monotonic()
         self.cache.poll()
         if self._inbox or self._stopping:
@@ -302,15 +289,8 @@ class Engine:
                 new = [NewTokens(tokens[:n], 0, lease.page_table)]
                 self.runner.forward(new, [True]).argmax().item()  # waits for it
                 self.sizer.record(n if n > 1 else 0, 1, time.perf_counter() - started)
-        device = self.device.device
-        if self.config.cuda_graphs and device.type == "cuda":
-            self.runner.graphs = DecodeGraphs(
-                self.model,
-                self.device,
-                self.config.scheduler.max_running,
-                self.max_request_tokens,
-                cuda_capture(device),
-            )
+        if self.config.cuda_graphs and self.device.device.type == "cuda":
+            self.runner.capture(self.config.scheduler.max_running, self.max_request_tokens)
         self.cache.residency.seconds_per_token = self.sizer.seconds_per_token
         self._last_progress = time.monotonic()
         self.ready = True
@@ -347,7 +327,7 @@ class Engine:
                     self._run([one])
             return
         log.error("request %s failed", scheduled[0].request.id, exc_info=error)
-        self._fail(
+        self.outcomes.fail(
             scheduled[0].request,
             EngineFailed(
                 "out of memory while computing this request; shorten it or retry later"
@@ -373,9 +353,9 @@ class Engine:
             if prefills:
                 request.lease.commit(end)
             if token is not None:
-                self._emit(request, token)
+                self.outcomes.emit(request, token)
             elif samples:
-                self._fail(request, EngineFailed("sampling failed; the request was ended"))
+                self.outcomes.fail(request, EngineFailed("sampling failed; the request was ended"))
         now = time.perf_counter()
         self._step_seconds = now - max(step.started, self._retired_at)
         self._retired_at = now
@@ -384,93 +364,3 @@ class Engine:
         self.cache.residency.seconds_per_token = self.sizer.seconds_per_token
         self._steps += 1
         self._last_progress = time.monotonic()
-
-    def _emit(self, request: Request, sampled: Sampled) -> None:
-        if not request.output:
-            self._count_prompt(request)
-        token = sampled.token
-        request.output.append(token)
-        self._totals["generated"] += 1
-        params = request.params
-        if token in params.stop_token_ids or (
-            token in request.eos_token_ids and not params.ignore_eos
-        ):
-            self._finish(request, FinishReason.STOP)
-            return
-        request.stream.put(token, sampled.logprob)
-        self._touched[request.stream] = None
-        if len(request.output) >= params.max_tokens:
-            self._finish(request, FinishReason.LENGTH)
-            return
-        assert request.lease is not None
-        request.lease.append([token])
-
-    def _count_prompt(self, request: Request) -> None:
-        """Once a request, when its first prefill ends."""
-        sources = request.sources
-        assert sources is not None
-        self._totals["prompt"] += len(request.tokens)
-        for name in ("device", "host", "disk", "computed"):
-            self._totals[name] += getattr(sources, name)
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        prompt = len(request.tokens)
-        usage = Usage(
-            prompt_tokens=prompt,
-            completion_tokens=len(request.output),
-            sources=request.sources or Sources(0, 0, 0, prompt),
-            recomputed=request.num_recomputed,
-        )
-        self._end(request, Finished(reason, usage), reason)
-
-    def _fail(self, request: Request, error: ServiceError) -> None:
-        request.num_computed = 0  # what was not committed yet is not to be trusted
-        self._end(request, error, FinishReason.ERROR)
-
-    def _end(self, request: Request, end: Finished | ServiceError, reason: FinishReason) -> None:
-        if self._requests.pop(request.id, None) is None:
-            return
-        self._finished[reason.value] += 1
-        self._totals["recomputed"] += request.num_recomputed
-        self.scheduler.remove(request)
-        request.stream.close(end)
-        self._touched[request.stream] = None
-
-    def _end_overdue(self) -> None:
-        """Deadlines of requests, of their readers, and of waiting for pages that never come."""
-        now = time.monotonic()
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            stream = request.stream
-            unread_since = stream.unread_since
-            if request.deadline is not None and now > request.deadline:
-                self._fail(request, DeadlineExceeded("the request's deadline passed"))
-            elif (
-                stream.full
-                and unread_since is not None
-                and now - unread_since > self.config.stream_deadline
-            ):
-                self._fail(request, SlowReader("the stream was not read in time"))
-        running = self.scheduler.running
-        stalled = now - self._last_progress > self.config.stall_deadline
-        if stalled and running and not any(r.stream.full for r in running):
-            self._last_progress = now
-            self._fail(running[-1], EngineFailed("no pages came free for this request; retry"))
-
-    def _wake_streams(self) -> None:
-        if self._touched:
-            wake_all(self._touched)
-            self._touched.clear()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch, numpy or Python ran out of memory."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
-
-
-def is_sticky(error: BaseException) -> bool:
-    """Whether the device's context is lost, so that nothing on it can be trusted any more."""
-    return isinstance(error, getattr(torch, "AcceleratorError", ())) and not isinstance(
-        error, torch.OutOfMemoryError
-    )

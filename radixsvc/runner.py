@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from radixsvc.attention import RaggedBatch, StepContext, to_device
-from radixsvc.graphs import DecodeGraphs
+from radixsvc.graphs import DecodeGraphs, cuda_capture
 from radixsvc.model import Model
 from radixsvc.request import Request, State, Tokens
 from radixsvc.sampler import Sampled, SamplerState, finish, pick
@@ -78,10 +78,15 @@ class Late(NamedTuple):
 class Runner:
     """Runs steps of `model` over the pages of `tier`."""
 
-    def __init__(self, model: Model, tier: DeviceTier, graphs: DecodeGraphs | None = None) -> None:
+    def __init__(self, model: Model, tier: DeviceTier) -> None:
         self.model = model
         self.tier = tier
-        self.graphs = graphs
+        self.graphs: DecodeGraphs | None = None
+
+    def capture(self, max_batch: int, max_context: int) -> None:
+        """Run decode steps as CUDA graphs from now on."""
+        capture = cuda_capture(self.tier.device)
+        self.graphs = DecodeGraphs(self.model, self.tier, max_batch, max_context, capture)
 
     def launch(self, scheduled: Sequence[Scheduled], before: Launched | None) -> Launched:
         """Queue a step, which may come right behind `before`. Any exception changes nothing."""
@@ -151,3 +156,17 @@ class Runner:
             StepContext(self.tier.pool, self.tier.shape, batch),
             to_device((ends - 1)[np.array(samples)].astype(np.int64), device),
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch, numpy or Python ran out of memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether the device's context is lost, so that nothing on it can be trusted any more."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) and not isinstance(
+        error, torch.OutOfMemoryError
+    )

@@ -23,8 +23,9 @@ static inline __attribute__((always_inline)) __m512 reduce_lanes(__m512 x, int m
 }
 #include "attention_body.h"
 
-/* Lines asked for with two tiles of keys or values; as many again are while values are packed. */
-enum { ASK_BY_KEYS = 8, ASK_BY_VALUES = 6 };
+/* How often lines are asked for with two tiles of keys or values; as often as that they are while
+ * values are packed. */
+enum { ASK_BY_KEYS = 7, ASK_BY_VALUES = 6 };
 enum { COLUMNS = MAX_ROWS / 4, TILE = 512 /* bf16 */, CHUNKS = BLOCK / 32 };
 /* Tile registers, as macros since their names go to the assembler. Values lie in K0 and K1. */
 #define S0 0
@@ -288,11 +289,11 @@ static void amx_attend(const struct rx_tile *t, void *memory, int begin, int end
                 vf fix;
                 if (width == 4) {
                     fix = weigh(t->layer, s, tokens / 4, COMPACT, pos, low, &a->high[c], &a->m[at],
-                                &a->l[at]);
+                                &a->l[at], &ahead);
                     pack_compact_weights(s, chunks, a->p);
                 } else {
                     fix = weigh(t->layer, s, tokens, ROWS, pos, low, &a->high[c], &a->m[at],
-                                &a->l[at]);
+                                &a->l[at], &ahead);
                     pack_weights(s, chunks, a->p);
                 }
                 if (c == 0) pack_values(t, a, now, &ahead, head, pos, dim, chunks);

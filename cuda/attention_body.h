@@ -324,11 +324,12 @@ INLINE void outputs(const float *p, const float *const *v, int n, int at, float 
 /* Logits of `groups` vectors to weights, in place. Updates m and l, and returns what the output so
  * far is to be multiplied with. `low` is NULL where all rows see all tokens. */
 INLINE vf weigh(const struct rx_layer *layer, float *s, int groups, enum layout layout, int pos,
-                const vi *low, const vi *high, vf *m, vf *l) {
+                const vi *low, const vi *high, vf *m, vf *l, struct ahead *ahead) {
     const float log2e = 1.44269504f, cap = layer->softcap * log2e;
     const float scale = cap != 0 ? 1 : layer->scale * log2e;
     vf top = splat(-INFINITY), sum[4] = {{0}, {0}, {0}, {0}};
     for (int g = 0; g < groups; g++) {
+        ask(ahead);
         vf x = load(s + g * VL);
         if (cap != 0) x = soft_cap(x, 2 * log2e * layer->scale / layer->softcap, cap);
         if (low) {
@@ -418,7 +419,7 @@ static inline void body_attend(const struct rx_tile *t, void *memory, int begin,
                 s->fix[r] =
                     weigh(layer, s->s + (size_t)r * GROUPS * VL, padded / 4, QUADS, pos,
                           masked ? &s->low[r] : NULL, &s->high[r], &s->m[first + r],
-                          &s->l[first + r]);
+                          &s->l[first + r], &ahead);
             all_outputs(t, s, s->o + (size_t)first * groups * VL, v, padded, groups, &ahead);
         }
     }

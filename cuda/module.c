@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "kernels.h"
+#include "plan.h"
 #include "tree_node.h"
 #include "threads.h"
 
@@ -160,10 +161,22 @@ static PyObject *attention(PyObject *self, PyObject *const *args, Py_ssize_t nar
     struct args a = {args, nargs, 0};
     const struct rx_batch *b = take_batch(&a);
     const struct rx_layer layer = take_layer(&a);
+    void *workspace = take_pointer(&a);
+    const int64_t workspace_bytes = take_int(&a);
+    void *stream = take_pointer(&a);
     if (!finish(&a)) return NULL;
+    struct rx_batch step = *b;
+    step.workspace = workspace;
+    step.workspace_bytes = workspace_bytes;
     const char *error;
     Py_BEGIN_ALLOW_THREADS
-    error = rx_attention_cpu(&layer, b);
+#ifdef RX_WITH_CUDA
+    error = step.plan.words ? rx_attention_cuda(&layer, &step, stream)
+                            : rx_attention_cpu(&layer, &step);
+#else
+    (void)stream;
+    error = rx_attention_cpu(&layer, &step);
+#endif
     Py_END_ALLOW_THREADS
     return result(error);
 }
@@ -266,6 +279,9 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiers._kernels", NUL
 
 PyMODINIT_FUNC PyInit__kernels(void) {
     PyObject *created = PyModule_Create(&module);
-    if (created && rx_add_node_type(created) < 0) Py_CLEAR(created);
+    if (created && (rx_add_node_type(created) < 0 ||
+                    PyModule_AddIntConstant(created, "SPLIT", RX_SPLIT) < 0 ||
+                    PyModule_AddIntConstant(created, "PLAN_HEADER", RX_PLAN_HEADER) < 0))
+        Py_CLEAR(created);
     return created;
 }

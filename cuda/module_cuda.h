@@ -25,25 +25,6 @@ static PyObject *cuda_batch(PyObject *self, PyObject *const *args, Py_ssize_t na
     return new_batch(b);
 }
 
-static PyObject *attention_cuda(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
-    (void)self;
-    struct args a = {args, nargs, 0};
-    const struct rx_batch *b = take_batch(&a);
-    const struct rx_layer layer = take_layer(&a);
-    void *workspace = take_pointer(&a);
-    const int64_t workspace_bytes = take_int(&a);
-    void *stream = take_pointer(&a);
-    if (!finish(&a)) return NULL;
-    struct rx_batch step = *b;
-    step.workspace = workspace;
-    step.workspace_bytes = workspace_bytes;
-    const char *error;
-    Py_BEGIN_ALLOW_THREADS
-    error = rx_attention_cuda(&layer, &step, stream);
-    Py_END_ALLOW_THREADS
-    return result(error);
-}
-
 static PyObject *copy_pages_cuda(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
@@ -71,5 +52,4 @@ static PyObject *copy_pages_cuda(PyObject *self, PyObject *const *args, Py_ssize
 #define CUDA_METHODS                                                                       \
     {"cuda_plan", (PyCFunction)(void (*)(void))cuda_plan, METH_FASTCALL, NULL},            \
     {"cuda_batch", (PyCFunction)(void (*)(void))cuda_batch, METH_FASTCALL, NULL},          \
-    {"attention_cuda", (PyCFunction)(void (*)(void))attention_cuda, METH_FASTCALL, NULL},  \
     {"copy_pages_cuda", (PyCFunction)(void (*)(void))copy_pages_cuda, METH_FASTCALL, NULL},

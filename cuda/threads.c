@@ -1,13 +1,20 @@
-/* The pool: workers sleep on a condition variable, having spun for a moment in case more work
- * follows at once, as it does from layer to layer. A round of work is announced by a step of
+/* The pool: workers sleep on a condition variable, having been awake for a moment in case more work
+ * follows at once, as it does from layer to layer: to be woken takes as long as a small model's
+ * attention. Meanwhile they yield to any thread that has work, such as torch's own. A round of work is announced by a step of
  * `round`; jobs are handed out by an atomic counter; the caller takes part, then waits for the
  * workers that joined. Workers start at first use. A forked child has none and starts anew. */
 #include "threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
+#include <time.h>
 
-enum { MAX_THREADS = 256, SPINS = 2000 };
+enum { MAX_THREADS = 256, AWAKE_NS = 200000 };
+
+#define STAY_AWAKE_WHILE(condition)                                                       \
+    for (int64_t until = nanoseconds() + AWAKE_NS; (condition) && nanoseconds() < until;) \
+    pause_briefly()
 
 static struct {
     pthread_mutex_t owner; /* held by the caller whose jobs run */
@@ -45,19 +52,26 @@ static void take_jobs(int64_t num_jobs, rx_job *run, void *context, int thread) 
     }
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
 static void pause_briefly(void) {
 #if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
+    for (int i = 0; i < 16; i++) __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    __asm__ volatile("yield");
+    for (int i = 0; i < 16; i++) __asm__ volatile("yield");
 #endif
+    sched_yield();
 }
 
 static void *work(void *number) {
     const int thread = (int)(intptr_t)number;
     unsigned seen = 0;
     for (;;) {
-        for (int i = 0; i < SPINS && atomic_load(&pool.round) == seen; i++) pause_briefly();
+        STAY_AWAKE_WHILE(atomic_load(&pool.round) == seen);
         pthread_mutex_lock(&pool.lock);
         while (atomic_load(&pool.round) == seen) {
             pool.sleeping++;
@@ -109,7 +123,7 @@ void rx_parallel(int64_t num_jobs, rx_job *run, void *context) {
     pthread_mutex_lock(&pool.lock);
     pool.run = NULL;
     pthread_mutex_unlock(&pool.lock);
-    for (int i = 0; i < SPINS && atomic_load(&pool.joined); i++) pause_briefly();
+    STAY_AWAKE_WHILE(atomic_load(&pool.joined));
     pthread_mutex_lock(&pool.lock);
     while (atomic_load(&pool.joined)) pthread_cond_wait(&pool.idle, &pool.lock);
     pthread_mutex_unlock(&pool.lock);

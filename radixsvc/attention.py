@@ -1,16 +1,15 @@
 """Attention over pages: `torch.ops.radixsvc.paged_attention`, and the step it runs in.
 
 The engine describes a step once, for all layers: a `RaggedBatch` of sequences, some with many new
-tokens (prefill, or its continuation over a cached prefix), some with one (decode). It makes the
-step current with `attention_step`, and each layer's op appends its keys and values to the pages
-and attends. Only the op's output is visible to torch as a result; pages change beside it.
+tokens (prefill, or its continuation over a cached prefix), some with one (decode). In a step's
+`with`, each layer's op appends its keys and values to the pages and attends. Only the op's output
+is visible to torch as a result; pages change beside it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from tiers.page import PageIds, PageShape
 Int32s = npt.NDArray[np.int32]
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SPLIT, PLAN_HEADER = 256, 16  # of cuda/plan.h
 MIN_SHARED_TOKENS = 512  # the length of a split; less is not attended to together
 
 
@@ -163,8 +161,8 @@ class RaggedBatch:
         `num_seqs` rows of padding, and room for as many decoding sequences whose contexts are
         `num_tokens` long in all.
         """
-        num_splits = num_tokens // SPLIT + num_seqs
-        num_words = PLAN_HEADER + 4 * num_seqs + 2 * num_splits
+        num_splits = num_tokens // _kernels.SPLIT + num_seqs
+        num_words = _kernels.PLAN_HEADER + 4 * num_seqs + 2 * num_splits
         num_pages = num_tokens // page_size + num_seqs
         sizes = (num_seqs + 1, num_seqs, num_seqs + 1, num_words, num_pages)
         memory = BatchMemory(sizes, num_splits, device)
@@ -223,7 +221,10 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class StepContext:
-    """A step: the pool of pages, [num_pages, shape.elems], what a page holds, and the batch."""
+    """A step: the pool of pages, [num_pages, shape.elems], what a page holds, and the batch.
+
+    `with step:` makes it the one that this thread's attention belongs to.
+    """
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class StepContext:
         batch: RaggedBatch,
         partials: torch.Tensor | None = None,
     ) -> None:
-        """`partials` is memory to share with steps that never run at once, as `workspace` gives it.
+        """`partials` is memory to share with steps that never run at once: what theirs hold.
 
         ValueError where the pool is not of that shape, or the batch names pages beyond it."""
         dtype = getattr(torch, shape.dtype)
@@ -253,17 +254,34 @@ class StepContext:
         self.shape = shape
         self.batch = batch
         self.dtype = dtype
-        self.dtype_code = DTYPE_CODES[dtype]
-        self.pool_address = pool.data_ptr()
-        self.page_stride = pool.stride(0)
+        self.device = pool.device
+        self.on_gpu = pool.device.type == "cuda"
+        self.pool_arguments = pool.data_ptr(), pool.stride(0)
         self.partials = partials
+        self._out = pool.new_empty(0, 0, 0)
 
-    def workspace(self, q_heads: int, head_dim: int) -> torch.Tensor:
-        """Memory on the device for the partial results of one layer's decoding sequences."""
+    def __enter__(self) -> None:
+        self._outer = _current.step
+        _current.step = self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _current.step = self._outer
+
+    def output(self, q: torch.Tensor) -> torch.Tensor:
+        """Memory for one layer's output, the same for all: a small model's decoding on a CPU takes
+        a quarter as long again where torch is asked for some each time.
+        """
+        if self._out.shape != q.shape:
+            self._out = q.new_empty(q.shape)
+        return self._out
+
+    def workspace(self, q_heads: int, head_dim: int) -> tuple[int, int, int]:
+        """Of a CUDA launch: memory for one layer's partial results, its bytes, the stream."""
         size = self.batch.num_partials * q_heads * (head_dim + 2)
         if self.partials is None or len(self.partials) < size:
-            self.partials = torch.empty(size, dtype=torch.float32, device=self.pool.device)
-        return self.partials
+            self.partials = torch.empty(size, dtype=torch.float32, device=self.device)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        return self.partials.data_ptr(), self.partials.nbytes, stream
 
 
 class _Current(threading.local):
@@ -271,17 +289,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-
-
-@contextmanager
-def attention_step(step: StepContext) -> Iterator[None]:
-    """Makes `step` the one that this thread's attention ops belong to."""
-    previous = _current.step
-    _current.step = step
-    try:
-        yield
-    finally:
-        _current.step = previous
 
 
 def paged_attention(
@@ -294,7 +301,8 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append k and v to the current step's pages, then attend. Returns [tokens, q_heads, head_dim].
+    """Append k and v to the current step's pages, then attend. Returns [tokens, q_heads, head_dim],
+    in memory that the step's next layer uses again.
 
     q is [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim], in the pool's dtype,
     the last dimension contiguous; without k and v nothing is appended. `window` 0 and `softcap` 0
@@ -303,30 +311,11 @@ def paged_attention(
     """
     step = _current.step
     if step is None:
-        raise RuntimeError("paged_attention runs inside `attention_step` only")
+        raise RuntimeError("paged_attention runs inside `with step:` only")
     spec = step.shape.layers[layer]
-    tokens, q_heads, head_dim = q.shape
-    kv_shape = (tokens, spec.kv_heads, spec.head_dim)
-    if (
-        head_dim != spec.head_dim
-        or q_heads % spec.kv_heads
-        or tokens != step.batch.num_tokens
-        or q.dtype != step.dtype
-        or q.stride(2) != 1
-        or q.device != step.pool.device
-    ):
-        raise ValueError(
-            f"q is {tuple(q.shape)} of {q.dtype} on {q.device}, strides {q.stride()}; layer "
-            f"{layer} takes {step.batch.num_tokens} tokens, a multiple of {spec.kv_heads} heads "
-            f"of {spec.head_dim} in {step.dtype} on {step.pool.device}"
-        )
-    appended = () if k is None or v is None else (k, v)
-    for x in appended:
-        if x.shape != kv_shape or x.dtype != step.dtype or x.stride(2) != 1:
-            raise ValueError(
-                f"keys or values are {tuple(x.shape)} of {x.dtype}, strides {x.stride()}; "
-                f"layer {layer} takes {kv_shape} in {step.dtype}"
-            )
+    q_heads, kv_heads, head_dim = q.shape[1], spec.kv_heads, spec.head_dim
+    if q_heads % kv_heads or (k is None) != (v is None):
+        raise ValueError(f"{q_heads} query heads of {kv_heads} of keys and values, both or none")
     if scale <= 0 or window < 0 or softcap < 0:
         raise ValueError(
             f"scale {scale} must be positive, window {window} and softcap {softcap} not negative"
@@ -335,35 +324,44 @@ def paged_attention(
         if sinks.shape != (q_heads,):
             raise ValueError(f"sinks are {tuple(sinks.shape)}, not one for each of {q_heads} heads")
         sinks = sinks.to(torch.float32).contiguous()
-    out = torch.empty((tokens, q_heads, head_dim), dtype=step.dtype, device=q.device)
+    out = step.output(q)
     arguments: tuple[Any, ...] = (
         step.batch.handle,
-        step.dtype_code,
+        DTYPE_CODES[step.dtype],
         q_heads,
-        spec.kv_heads,
+        kv_heads,
         head_dim,
-        step.pool_address,
-        step.page_stride,
+        *step.pool_arguments,
         spec.offset,
-        *(n for x in (q, *(appended or (None, None)), out) for n in _rows(x)),
+        *_rows(q, q_heads, step, head_dim),
+        *_rows(k, kv_heads, step, head_dim),
+        *_rows(v, kv_heads, step, head_dim),
+        out.data_ptr(),
+        q_heads * head_dim,
+        head_dim,
         scale,
         softcap,
         window,
         0 if sinks is None else sinks.data_ptr(),
+        *(step.workspace(q_heads, head_dim) if step.on_gpu else (0, 0, 0)),
     )
-    if step.batch.device.type == "cpu":
-        _kernels.attention(*arguments)
-    else:
-        workspace = step.workspace(q_heads, head_dim)
-        stream = torch.cuda.current_stream(q.device).cuda_stream
-        arguments += (workspace.data_ptr(), workspace.nbytes, stream)
-        _kernels.attention_cuda(*arguments)
+    _kernels.attention(*arguments)
     return out
 
 
-def _rows(x: torch.Tensor | None) -> tuple[int, int, int]:
-    """Where rows of [tokens, heads, dim] begin, and the strides from token to token and head."""
-    return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
+def _rows(
+    x: torch.Tensor | None, heads: int, step: StepContext, head_dim: int
+) -> tuple[int, int, int]:
+    """Where rows of [tokens, heads, head_dim] begin; strides from token to token and head."""
+    if x is None:
+        return 0, 0, 0
+    shape, strides = (step.batch.num_tokens, heads, head_dim), x.stride()
+    if x.shape != shape or strides[2] != 1 or x.dtype != step.dtype or x.device != step.device:
+        raise ValueError(
+            f"queries, keys or values are {tuple(x.shape)} of {x.dtype} on {x.device}, strides "
+            f"{strides}; the layer takes {shape} in {step.dtype} on {step.device}"
+        )
+    return x.data_ptr(), strides[0], strides[1]
 
 
 def _shape_of(q: torch.Tensor, *_: object) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from radixsvc.architecture import ModelInfo, describe_checkpoint, read_config
-from radixsvc.attention import StepContext, attention_step
+from radixsvc.attention import StepContext
 from radixsvc.checkpoint import read_checkpoint, require_memory
 from radixsvc.errors import SetupError
 from radixsvc.fused import fuse
@@ -57,7 +57,7 @@ class Model:
         names the rows of T whose next-token logits are wanted. Returns them as fp32
         [R, vocab_size]. The host waits for nothing.
         """
-        with torch.inference_mode(), attention_step(ctx):
+        with torch.inference_mode(), ctx:
             output = self._module(
                 input_ids[None],
                 position_ids=positions[None],

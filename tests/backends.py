@@ -16,7 +16,7 @@ from simt.build import emulated_library, require_compiler
 from simt.kernels import EmulatedKernels
 
 import radixsvc.attention
-from radixsvc.attention import RaggedBatch, StepContext, attention_step, paged_attention
+from radixsvc.attention import RaggedBatch, StepContext, paged_attention
 from tiers import _kernels
 from tiers.page import PageShape
 
@@ -80,7 +80,7 @@ class C:
             share_prefixes=case.share_prefixes,
         )
         try:
-            with attention_step(StepContext(case.pool, case.shape, batch)):
+            with StepContext(case.pool, case.shape, batch):
                 return paged_attention(
                     case.q, case.k, case.v, case.layer, case.scale,
                     case.window, case.softcap, case.sinks,
@@ -140,7 +140,7 @@ class Cuda:
         )
         pool, q, k, v = (x.cuda() for x in (case.pool, case.q, case.k, case.v))
         sinks = None if case.sinks is None else case.sinks.cuda()
-        with attention_step(StepContext(pool, case.shape, batch)):
+        with StepContext(pool, case.shape, batch):
             out = paged_attention(q, k, v, case.layer, case.scale, case.window, case.softcap, sinks)
         case.pool.copy_(pool)
         return out.cpu()

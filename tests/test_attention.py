@@ -16,7 +16,6 @@ from backends import BACKENDS, Backend, C, Case, make_case, reference, run, writ
 from radixsvc.attention import (
     RaggedBatch,
     StepContext,
-    attention_step,
     paged_attention,
     set_num_threads,
 )
@@ -255,16 +254,17 @@ def test_wrong_batches_and_tensors_are_refused() -> None:
         StepContext(case.pool[:1], case.shape, batch)
     with pytest.raises(ValueError, match="the pool is"):
         StepContext(case.pool.bfloat16(), case.shape, batch)
-    with pytest.raises(RuntimeError, match="attention_step"):
+    with pytest.raises(RuntimeError, match="with step"):
         paged_attention(case.q, case.k, case.v, 0, 1.0)
     q, k, v = case.q, case.k, case.v
-    with attention_step(StepContext(case.pool, case.shape, batch)):
+    with StepContext(case.pool, case.shape, batch):
         for args in [
             (q[:1], k, v, 0, 1.0),
             (q.bfloat16(), k, v, 0, 1.0),
             (q, k[:, :1], v, 0, 1.0),
             (q[:, :5], k, v, 0, 1.0),
             (q.transpose(1, 2), k, v, 0, 1.0),
+            (q, k, None, 0, 1.0),
             (q, k, v, 0, 1.0, -1),
             (q, k, v, 0, -1.0),
             (q, k, v, 0, 1.0, 0, 0.0, torch.zeros(5)),
@@ -276,9 +276,9 @@ def test_wrong_batches_and_tensors_are_refused() -> None:
 def test_the_torch_op_is_the_function() -> None:
     case = make_case([2, 1], [20, 40])
     batch = RaggedBatch.build(case.q_lens, case.kv_lens, case.page_tables, 16)
-    with attention_step(StepContext(case.pool.clone(), case.shape, batch)):
+    with StepContext(case.pool.clone(), case.shape, batch):
         direct = paged_attention(case.q, case.k, case.v, 0, 0.3)
-    with attention_step(StepContext(case.pool, case.shape, batch)):
+    with StepContext(case.pool, case.shape, batch):
         op = torch.ops.radixsvc.paged_attention(case.q, case.k, case.v, 0, 0.3)
     assert torch.equal(op, direct)
 
@@ -299,7 +299,7 @@ def test_two_threads_may_attend_at_once() -> None:
 
     def repeat(i: int) -> bool:
         batch = RaggedBatch.build(cases[i].q_lens, cases[i].kv_lens, cases[i].page_tables, 16)
-        with attention_step(StepContext(cases[i].pool, cases[i].shape, batch)):
+        with StepContext(cases[i].pool, cases[i].shape, batch):
             return all(
                 torch.equal(paged_attention(c.q, c.k, c.v, 0, c.scale), expected[i])
                 for c in [cases[i]] * 30

@@ -16,7 +16,7 @@ from simt.run import Emulated as EmulatedLibrary
 from tiny import tiny_model
 
 import radixsvc.attention
-from radixsvc.attention import RaggedBatch, StepContext, attention_step, paged_attention
+from radixsvc.attention import RaggedBatch, StepContext, paged_attention
 from radixsvc.bench.harness import complete, greedy, running_engine
 from radixsvc.engine import EngineConfig
 from radixsvc.graphs import DecodeGraphs
@@ -101,7 +101,7 @@ def test_a_graph_s_memory_takes_any_smaller_batch(emulated: None) -> None:
         assert len(batch.groups.lens) == (shared > 0)
         assert memory.write(batch)
         padded = [torch.cat([x, x[:1].repeat(4 - live, 1, 1)]) for x in (case.q, case.k, case.v)]
-        with attention_step(StepContext(pool, case.shape, largest)):
+        with StepContext(pool, case.shape, largest):
             out = paged_attention(*padded, 0, case.scale)
         assert torch.equal(out[:live], Emulated().attend(case))
         assert torch.equal(pool.view(torch.int16), case.pool.view(torch.int16))

@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
+SPLIT: int  # tokens of a context that one partial result covers (cuda/plan.h)
+PLAN_HEADER: int  # words
+
 class Batch:
     """One step's ragged batch. Its arrays must outlive it: it keeps addresses only."""
 
@@ -49,11 +52,17 @@ def attention(
     softcap: float,
     window: int,
     sinks: int,
+    workspace: int,
+    workspace_bytes: int,
+    stream: int,
     /,
 ) -> None:
-    """Append keys and values (k = 0: none), then attend, on the CPU. The GIL is released.
+    """Append keys and values (k = 0: none), then attend. The GIL is released.
 
-    RuntimeError when there is no memory for partial results.
+    A batch of `cuda_batch` is queued on `stream`, on the pool's device; the workspace there holds
+    num_partials * q_heads * (head_dim + 2) floats. On the CPU the last three are 0. RuntimeError
+    for what the CUDA kernels don't support, naming it, for errors of CUDA, and when there is no
+    memory for partial results.
     """
 
 def rms_norm(
@@ -151,42 +160,6 @@ def cuda_batch(
 ) -> Batch:
     """A batch and its plan in device memory. What a captured graph replays is read from there;
     the counts are then the most a replay may need.
-    """
-
-def attention_cuda(
-    batch: Batch,
-    dtype: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    pool: int,
-    page_stride: int,
-    layer_offset: int,
-    q: int,
-    q_stride: int,
-    q_head_stride: int,
-    k: int,
-    k_stride: int,
-    k_head_stride: int,
-    v: int,
-    v_stride: int,
-    v_head_stride: int,
-    out: int,
-    out_stride: int,
-    out_head_stride: int,
-    scale: float,
-    softcap: float,
-    window: int,
-    sinks: int,
-    workspace: int,
-    workspace_bytes: int,
-    stream: int,
-    /,
-) -> None:
-    """`attention` on the pool's device, queued on `stream`.
-
-    The workspace holds num_partials * q_heads * (head_dim + 2) floats on that device.
-    RuntimeError for what the kernels don't support, naming it, and for errors of CUDA.
     """
 
 def copy_pages_cuda(

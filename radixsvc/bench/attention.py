@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from radixsvc.attention import (
     RaggedBatch,
     StepContext,
-    attention_step,
     build_info,
     paged_attention,
     set_num_threads,
@@ -47,15 +46,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 READER = """
 #include <stdint.h>
 typedef uint64_t vec __attribute__((vector_size(64), aligned(64)));
-/* Of each page, `bytes` at `offset`. */
+/* Of each page, `bytes` of each of `count` of the `num` layers, in turn from the first on. */
 uint64_t read_pages(const char *pool, const int32_t *pages, int64_t num_pages, int64_t stride,
-                    int64_t offset, int64_t bytes) {
+                    int64_t bytes, int64_t first, int64_t count, int64_t num) {
     vec a = {0}, b = a, c = a, d = a;
-    for (int64_t i = 0; i < num_pages; i++) {
-        const vec *p = (const vec *)(pool + pages[i] * stride + offset);
-        for (const vec *end = p + bytes / 64; p < end; p += 4)
-            a |= p[0], b |= p[1], c |= p[2], d |= p[3];
-    }
+    for (int64_t layer = first; layer < first + count; layer++)
+        for (int64_t i = 0; i < num_pages; i++) {
+            const vec *p = (const vec *)(pool + pages[i] * stride + layer % num * bytes);
+            for (const vec *end = p + bytes / 64; p < end; p += 4)
+                a |= p[0], b |= p[1], c |= p[2], d |= p[3];
+        }
     a |= b | c | d;
     return a[0] | a[1] | a[2] | a[3] | a[4] | a[5] | a[6] | a[7];
 }
@@ -109,7 +109,7 @@ def reader() -> Callable[..., int]:
         command = ["cc", "-x", "c", "-O3", "-march=native", "-shared", "-fPIC", "-", "-o", library]
         subprocess.run(command, input=READER.encode(), check=True)
         function = ctypes.CDLL(library).read_pages
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 4]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6]
     function.restype = ctypes.c_uint64
     return function
 
@@ -137,14 +137,6 @@ def seconds(*runs: Run, rounds: int = 15) -> list[list[float]]:
             if i:
                 kept.append(time.perf_counter() - start)
     return times
-
-
-def repeat(one: Run, times: int) -> Run:
-    def several() -> None:
-        for _ in range(times):
-            one()
-
-    return several
 
 
 def ratio(dividend: list[float], divisor: list[float]) -> float:
@@ -189,18 +181,19 @@ class Paged:
         self.scale = head_dim**-0.5
         self.layer = 0
 
-    def read(self, table: PageIds, layers: range) -> None:
-        """One thread's share of reading all that `attend` reads in these layers."""
-        for layer in layers:
-            reader()(
-                self.pool.data_ptr(), table.ctypes.data, len(table), self.pool[0].nbytes,
-                layer % self.num_layers * self.bytes_in_page, self.bytes_in_page,
-            )  # fmt: skip
+    def read(self, table: PageIds, layers: int) -> None:
+        """One thread's share of reading all that `attend` reads in a step's next layers."""
+        reader()(
+            self.pool.data_ptr(), table.ctypes.data, len(table), self.pool[0].nbytes,
+            self.bytes_in_page, self.layer + 1, layers, self.num_layers,
+        )  # fmt: skip
 
-    def attend(self) -> torch.Tensor:
-        self.layer = (self.layer + 1) % self.num_layers
-        with attention_step(self.step):
-            return paged_attention(self.q, self.k, self.k, self.layer, self.scale)
+    def attend(self, layers: int = 1) -> None:
+        """A step's next layers."""
+        with self.step:
+            for _ in range(layers):
+                self.layer = (self.layer + 1) % self.num_layers
+                paged_attention(self.q, self.k, self.k, self.layer, self.scale)
 
     def gather(self) -> torch.Tensor:
         """Keys and values of all sequences, equally long: [2, sequences, kv_heads, kv_len, dim]."""
@@ -222,7 +215,7 @@ class Paged:
 
 def contiguous_sdpa(
     memory: torch.Tensor, heads: tuple[int, int, int], kv_len: int, q_len: int
-) -> Run:
+) -> Callable[..., None]:
     """torch's attention on keys and values that lie in a row, rotating as the pages do."""
     q_heads, kv_heads, head_dim = heads
     dtype = memory.dtype
@@ -235,9 +228,10 @@ def contiguous_sdpa(
     mask = None if q_len == 1 else hidden
     turn = iter(range(1 << 62))
 
-    def attend() -> torch.Tensor:
-        k, v = kv[next(turn) % count]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    def attend(layers: int = 1) -> None:
+        for _ in range(layers):
+            k, v = kv[next(turn) % count]
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     return attend
 
@@ -257,11 +251,10 @@ def decode(
     with ThreadPoolExecutor(num_threads) as executor:
 
         def read() -> None:
-            layers = range(paged.layer + 1, paged.layer + 1 + times)
-            list(executor.map(lambda share: paged.read(share, layers), shares))
+            list(executor.map(lambda share: paged.read(share, times), shares))
 
         ours, reads, torchs = seconds(
-            repeat(paged.attend, times), read, repeat(torch_run, times), rounds=9
+            lambda: paged.attend(times), read, lambda: torch_run(times), rounds=9
         )
     name = label(f"decode {kv_len}", heads, memory.dtype, num_threads)
     bandwidth = paged.read_bytes * times / statistics.median(reads) / 1e9

@@ -59,7 +59,7 @@ class Cuda:
         handle = _kernels.cuda_batch(*(getattr(batch, name) or 0 for name in DEVICE_FIELDS), *plan)
         arguments = [getattr(layer, name) or 0 for name in LAYER_FIELDS]
         workspace = (batch.workspace or 0, batch.workspace_bytes)
-        return self.call(_kernels.attention_cuda, handle, *arguments, *workspace)
+        return self.call(_kernels.attention, handle, *arguments, *workspace)
 
     def copy(self, copy: Copy, max_blocks: int) -> str | None:
         arguments = [getattr(copy, name) or 0 for name in COPY_FIELDS]

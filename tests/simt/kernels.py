@@ -10,6 +10,7 @@ import numpy as np
 from simt.problem import Array
 from simt.run import Emulated
 from simt.structs import DEVICE_FIELDS, HOST_FIELDS, LAYER_FIELDS, Batch, Layer, Plan
+from tiers import _kernels
 
 
 class Planned(NamedTuple):
@@ -18,7 +19,9 @@ class Planned(NamedTuple):
 
 
 class EmulatedKernels:
-    """What radixsvc.attention calls of tiers._kernels, with the CPU as the device."""
+    """What radixsvc.attention takes of tiers._kernels, with the CPU as the device."""
+
+    SPLIT, PLAN_HEADER = _kernels.SPLIT, _kernels.PLAN_HEADER
 
     def __init__(self, emulated: Emulated) -> None:
         self.emulated = emulated
@@ -41,7 +44,7 @@ class EmulatedKernels:
         return Planned(batch, None)
 
     def attention(self, planned: Planned, *arguments: float) -> None:
-        layer = Layer(**dict(zip(LAYER_FIELDS, arguments, strict=True)))
+        layer = Layer(**dict(zip(LAYER_FIELDS, arguments, strict=False)))
         batch = planned.batch
         floats = int(batch.plan.num_partials) * layer.q_heads * (layer.head_dim + 2)
         workspace = np.full(floats, np.nan, np.float32)

@@ -165,16 +165,16 @@ class Residency(Transfers):
             spans = self._lacking(tails, source, target)  # some of which may be gone now
         room = min(count, tier.num_free)
         kept: list[Span] = []
-        held = [np.empty(0, np.int32)]
         for node, places in reversed(spans):
             if room > 0:
-                kept.append((node, places[:room]))
-                held.append(np.frombuffer(node[source], np.int32)[places[:room]])
+                kept.insert(0, (node, places[:room]))
                 room -= len(places)
-        held_pages = np.concatenate(held)
-        pages = tier.allocate(len(held_pages), PageState.LOADING)
-        chain = self._records.chain(*kept[0]) if target == DISK and kept else None
-        if not kept or not self.submit(source, held_pages, target, pages, chain):
+        if not kept:
+            return wanted
+        held = np.concatenate([np.frombuffer(n[source], np.int32)[places] for n, places in kept])
+        pages = tier.allocate(len(held), PageState.LOADING)
+        chain = self._records.chain(*kept[0]) if target == DISK else None
+        if not self.submit(source, held, target, pages, chain):
             tier.free(pages)
             return wanted
         self.attach(target, kept, pages)

@@ -109,6 +109,16 @@ def test_demoted_to_the_host_and_promoted_back(tmp_path: Path) -> None:
     rig.close()
 
 
+def test_what_is_demoted_together_keeps_its_order_of_use(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, host=4, disk=0)
+    for seed in range(2):
+        rig.run(prompt(seed, 8))
+    rig.run(prompt(2, 32))  # the whole device: both go to the host
+    rig.run(prompt(3, 8))  # two pages more, for which the older one leaves it
+    assert [rig.cache.match(TEAM, prompt(seed, 8)).host for seed in range(2)] == [0, 7]
+    rig.close()
+
+
 @pytest.mark.parametrize("n", range(13, 22))
 def test_every_length_around_a_page_s_end(tmp_path: Path, n: int) -> None:
     rig = Rig(tmp_path)

@@ -212,9 +212,7 @@ class Call:
         body = decode(data, encoding, kind)
         name = getattr(body, "model", None)
         if name and name != backend.model_name and not self.edge.config.model.any_name:
-            raise NotFound(
-                f"this service has the model {backend.model_name!r} alone", param="model"
-            )
+            raise NotFound(f"this service has the model {backend.model_name!r} alone", "model")
         return body
 
     async def _wait_for_body(self) -> bytes:

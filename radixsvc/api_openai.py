@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,15 +13,13 @@ import numpy as np
 from aiohttp import web
 
 from radixsvc.admission import Call, as_service_error
-from radixsvc.codec import Encoding, encode, token_ids
+from radixsvc.codec import token_ids
 from radixsvc.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from radixsvc.generation import Generation, Plan
 from radixsvc.protocol import (
     ChatRequest,
     CompletionRequest,
     Delta,
-    End,
-    Failure,
     Message,
     Sampling,
     Tool,
@@ -61,7 +59,7 @@ async def prompt_tokens(backend: Backend, prompt: Any, special: bool = True) -> 
         tokenizer = backend.tokenizer
         ids = await tokenized(backend, lambda: tokenizer.encode(prompt, special), len(prompt))
         if len(ids) == 0:
-            raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
+            raise InvalidRequest("prompt is empty: at least one token is needed", "prompt")
         return ids
     return token_ids(prompt, "prompt", backend.info.vocab_size)
 
@@ -95,7 +93,7 @@ def make_plan(
     """What a body asks for, with its defaults filled in. InvalidRequest."""
     bias = body.logit_bias or {}
     if any(not key.isdecimal() or int(key) >= call.backend.info.vocab_size for key in bias):
-        raise InvalidRequest("logit_bias: keys are token ids", param="logit_bias")
+        raise InvalidRequest("logit_bias: keys are token ids", "logit_bias")
     stops = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
     params = SamplingParams(
@@ -124,14 +122,13 @@ async def completions(call: Call) -> Any:
     body = await call.read(CompletionRequest)
     backend = call.backend
     if body.suffix:
-        raise InvalidRequest("suffix is not supported by this model", param="suffix")
+        raise InvalidRequest("suffix is not supported by this model", "suffix")
     if body.echo and body.logprobs is not None:
         raise InvalidRequest(
-            "echo with logprobs would need the whole prompt computed; ask for one of them",
-            param="echo",
+            "echo and logprobs: ask for one, both would compute the whole prompt", "echo"
         )
     if body.best_of not in (None, body.n or 1):
-        raise InvalidRequest("best_of has to equal n", param="best_of")
+        raise InvalidRequest("best_of has to equal n", "best_of")
     given = body.prompt
     if not isinstance(given, list) or (given and isinstance(given[0], int)):
         given = [given]
@@ -152,13 +149,10 @@ async def chat_completions(call: Call) -> Any:
     body = await call.read(ChatRequest)
     backend = call.backend
     if body.response_format and body.response_format.type != "text":
-        raise InvalidRequest(
-            "response_format: the output can't be constrained; ask for JSON in the prompt, or use "
-            "tools",
-            param="response_format",
-        )
+        words = "the output can't be constrained; ask for JSON in the prompt, or use tools"
+        raise InvalidRequest(f"response_format: {words}", "response_format")
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     check_count(call, body, 1)
     tools = body.tools or []
     start = forced_start(body.tool_choice, tools, backend.tokenizer.tool_style)
@@ -178,17 +172,18 @@ async def chat_completions(call: Call) -> Any:
 def check_count(call: Call, body: Sampling, num_prompts: int) -> None:
     limit = call.edge.config.server.max_prompts
     if num_prompts == 0:
-        raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
+        raise InvalidRequest("prompt is empty: at least one token is needed", "prompt")
     if num_prompts * (body.n or 1) > limit:
-        raise InvalidRequest(f"prompts times n: at most {limit} a request", param="n")
+        raise InvalidRequest(f"prompts times n: at most {limit} a request", "n")
 
 
 async def respond(call: Call, body: Sampling, plan: Plan, openings: list[str]) -> Any:
     """Generate, and answer whole or as a stream. `openings`: each prompt's text if it is echoed."""
+    backend = call.backend
     texts = [text for text in openings for _ in range(plan.n)]
-    is_chat, has_logprobs = isinstance(body, ChatRequest), plan.params.top_logprobs is not None
-    shape = Shape(plan.id, call.backend.model_name, is_chat, has_logprobs, texts)
-    with Generation(call.edge, call.backend, plan) as generation:
+    is_chat = isinstance(body, ChatRequest)
+    shape = Shape(plan, backend.model_name, call.encoding, is_chat, texts)
+    with Generation(call.edge, backend, plan) as generation:
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             return await stream(call, generation, shape, include_usage)
@@ -203,46 +198,29 @@ async def stream(
     call: Call, generation: Generation, shape: Shape, include_usage: bool
 ) -> web.StreamResponse:
     """Events as they come. A client that stops reading is cut off after `write_seconds`."""
-    is_sse = call.encoding is Encoding.JSON
     seconds = call.edge.config.server.write_seconds
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream" if is_sse else call.encoding.value,
-            "Cache-Control": "no-store",
-            "x-request-id": call.id,
-        }
-    )
+    kind = "text/event-stream" if shape.is_sse else call.encoding.value
+    headers = {"Content-Type": kind, "Cache-Control": "no-store", "x-request-id": call.id}
+    response = web.StreamResponse(headers=headers)
 
-    async def send(events: Iterable[Any]) -> None:
-        parts = [encode(event, call.encoding) for event in events]
-        if is_sse:
-            parts = [b"data: %b\n\n" % part for part in parts]
-        if parts:
+    async def send(data: bytes) -> None:
+        if data:
             async with asyncio.timeout(seconds):
-                await response.write(b"".join(parts))
+                await response.write(data)
 
     try:
         await response.prepare(call.request)
-        num_tokens = sum(map(len, generation.plan.prompts))
-        await send(shape.beginning(num_tokens, is_sse))
+        await send(shape.beginning(sum(map(len, generation.plan.prompts))))
         try:
             while not generation.is_done:
-                deltas = await generation.deltas()
-                await send(shape.chunks(deltas) if is_sse else deltas)
-            usage = generation.usage()
-            if not is_sse:
-                await send([End(usage)])
-            elif include_usage:
-                await send([shape.closing(usage)])
-            done = b"data: [DONE]\n\n" if is_sse else b""
+                await send(shape.more(await generation.deltas()))
+            end = shape.end(generation.usage(), include_usage)
         except (TimeoutError, ConnectionError):
             raise
         except Exception as error:
-            told = as_service_error(error, call.id).to_dict()
-            await send([{"error": told} if is_sse else Failure(told)])
-            done = b""
+            end = shape.failure(as_service_error(error, call.id))
         async with asyncio.timeout(seconds):
-            await response.write_eof(done)
+            await response.write_eof(end)
     except TimeoutError:
         log.warning("request %s: the client did not read for %g s", call.id, seconds)
         if call.request.transport is not None:
@@ -261,7 +239,7 @@ async def model(call: Call) -> Any:
     """GET /v1/models/{id}"""
     backend = call.backend
     if call.request.match_info.get("id", backend.model_name) != backend.model_name:
-        raise NotFound(f"this service has the model {backend.model_name!r} alone", param="model")
+        raise NotFound(f"this service has the model {backend.model_name!r} alone", "model")
     return {
         "id": backend.model_name,
         "object": "model",

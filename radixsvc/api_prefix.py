@@ -43,16 +43,6 @@ async def on_engine(backend: Backend, function: Callable[[PrefixCache], T]) -> T
     return await asyncio.wrap_future(backend.engine.call(function))
 
 
-async def read_prompt(call: Call, body: PromptRequest) -> Tokens:
-    """The token ids of a body's `prompt`, or of its `messages`."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("send either prompt or messages", param="prompt")
-    if body.messages is None:
-        return await prompt_tokens(call.backend, body.prompt, body.add_special_tokens)
-    canonical = call.edge.config.model.canonical_tools
-    return await chat_tokens(call.backend, body.messages, body.tools or [], canonical)
-
-
 class Asked(NamedTuple):
     """Whose prompt is asked about."""
 
@@ -61,17 +51,24 @@ class Asked(NamedTuple):
     ttl: float
 
 
-async def read_scope(call: Call) -> Asked:
+async def read_prompt(call: Call) -> Asked:
+    """The body's `prompt`, or its `messages`, as token ids, and whose they are."""
     body = await call.read(PromptRequest)
-    namespace = call.caller.namespace(body.cache_salt)
-    return Asked(namespace, await read_prompt(call, body), body.ttl)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", "prompt")
+    if body.messages is None:
+        tokens = await prompt_tokens(call.backend, body.prompt, body.add_special_tokens)
+    else:
+        canonical = call.edge.config.model.canonical_tools
+        tokens = await chat_tokens(call.backend, body.messages, body.tools or [], canonical)
+    return Asked(call.caller.namespace(body.cache_salt), tokens, body.ttl)
 
 
 def on_prompt(function: Callable[[PrefixCache, Asked], T]) -> Callable[[Call], Awaitable[T]]:
     """The endpoint that runs `function` on the engine thread, for what the body asks about."""
 
     async def endpoint(call: Call) -> T:
-        asked = await read_scope(call)
+        asked = await read_prompt(call)
         return await on_engine(call.backend, lambda cache: function(cache, asked))
 
     return endpoint
@@ -90,7 +87,7 @@ def match(cache: PrefixCache, asked: Asked) -> PrefixMatch:
 
 async def explained(call: Call) -> Explanation:
     """Why a prompt is not cached any further."""
-    asked = await read_scope(call)
+    asked = await read_prompt(call)
     found, seen = await on_engine(
         call.backend,
         lambda cache: (match(cache, asked), look(cache.tree, asked.namespace, asked.tokens)),
@@ -101,7 +98,7 @@ async def explained(call: Call) -> Explanation:
 
 async def warm(call: Call) -> PrefixMatch:
     """Compute and cache a prompt's keys and values."""
-    asked = await read_scope(call)
+    asked = await read_prompt(call)
     usage = await prefill(call.edge, call.backend, call.id, asked)
     return PrefixMatch(
         prompt_tokens=usage.prompt_tokens,
@@ -115,7 +112,7 @@ def pin(cache: PrefixCache, asked: Asked) -> dict[str, Any]:
     try:
         pinned = cache.pin(asked.namespace, asked.tokens, asked.ttl)
     except PinLimit as error:
-        raise InvalidRequest(str(error), param="prompt") from None
+        raise InvalidRequest(str(error), "prompt") from None
     return {"pinned_tokens": pinned, "ttl": asked.ttl}
 
 
@@ -130,7 +127,7 @@ def evict(cache: PrefixCache, asked: Asked) -> dict[str, Any]:
 
 async def tokenize(call: Call) -> Any:
     """POST /v1/tokenize: token ids, as a bin of little-endian int32 in msgpack."""
-    tokens = await read_prompt(call, await call.read(PromptRequest))
+    tokens = (await read_prompt(call)).tokens
     is_packed = call.encoding is Encoding.MSGPACK
     return {
         "count": len(tokens),

@@ -88,7 +88,7 @@ def decode(body: bytes, encoding: Encoding, kind: type[T]) -> T:
         if not param and (missing := re.search(r"required field `(\w+)`", words)):
             param = missing[1]
         words = re.sub(r"^Invalid enum value.*", "not one of the values there are", words)
-        raise InvalidRequest(f"{param}: {words}" if param else words, param=param or None) from None
+        raise InvalidRequest(f"{param}: {words}" if param else words, param or None) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except (ValueError, msgpack.UnpackException, TypeError, OverflowError):
@@ -127,18 +127,16 @@ def token_ids(value: Any, param: str, vocab_size: int) -> Tokens:
         try:
             ids = np.array(msgspec.convert(value, _ids_type(vocab_size)), np.int32)
         except msgspec.ValidationError as error:
-            raise InvalidRequest(
-                f"{param} should be text or token ids: {error}", param=param
-            ) from None
+            raise InvalidRequest(f"{param} should be text or token ids: {error}", param) from None
     elif len(value) % 4:
-        raise InvalidRequest(f"{param}: a bin of token ids holds int32", param=param)
+        raise InvalidRequest(f"{param}: a bin of token ids holds int32", param)
     else:
         unsigned = np.frombuffer(value, np.uint32)  # as such, a negative id is a large one
         if np.maximum.reduce(unsigned, initial=0) >= vocab_size:
-            raise InvalidRequest(f"{param}: token ids run from 0 to {vocab_size - 1}", param=param)
+            raise InvalidRequest(f"{param}: token ids run from 0 to {vocab_size - 1}", param)
         ids = unsigned.view(np.int32)
     if len(ids) == 0:
-        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param)
     return ids
 
 
@@ -155,7 +153,7 @@ def canonical(value: Any, param: str, sort: bool) -> Any:
 
 def _canonical(value: Any, param: str, sort: bool, depth: int, count: Iterator[int]) -> Any:
     if depth > MAX_TEMPLATE_NESTING or next(count) > MAX_CONTAINERS:
-        raise InvalidRequest(f"{param} is nested too deeply, or too large", param=param)
+        raise InvalidRequest(f"{param} is nested too deeply, or too large", param)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         keys = sorted(value) if sort else list(value)
         return {key: _canonical(value[key], param, sort, depth + 1, count) for key in keys}
@@ -163,4 +161,4 @@ def _canonical(value: Any, param: str, sort: bool, depth: int, count: Iterator[i
         return [_canonical(item, param, sort, depth + 1, count) for item in value]
     if value is None or isinstance(value, str | int | float):
         return value
-    raise InvalidRequest(f"{param} should hold what JSON can: no bins", param=param)
+    raise InvalidRequest(f"{param} should hold what JSON can: no bins", param)

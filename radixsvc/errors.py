@@ -25,7 +25,7 @@ class ServiceError(Exception):
             setattr(cls, name, value)
 
     def __init__(
-        self, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+        self, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
         self.message = message

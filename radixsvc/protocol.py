@@ -249,7 +249,7 @@ class Explanation(PrefixMatch, kw_only=True):
 # A msgpack stream: one Header, any number of Delta, and then one End or Failure.
 
 
-class Header(Struct, tag="header", kw_only=True):
+class Header(Struct, tag="header"):
     id: str
     created: int
     model: str

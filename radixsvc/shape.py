@@ -1,21 +1,25 @@
-"""How an answer looks: stream events as OpenAI's objects, whole or in chunks."""
+"""How an answer looks: stream events as OpenAI's objects, whole or in chunks; and as bytes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 
 from msgspec import UNSET
 
+from radixsvc.codec import Encoding, encode
+from radixsvc.errors import ServiceError
+from radixsvc.generation import Plan
 from radixsvc.protocol import (
     ChatLogprobs,
     Choice,
     Completion,
     Delta,
+    End,
+    Failure,
     Header,
     Reply,
-    StreamEvent,
     TextLogprobs,
     UsageInfo,
 )
@@ -24,37 +28,39 @@ from radixsvc.protocol import (
 class Shape:
     """Turns stream events into OpenAI's objects, of chats or of plain completions.
 
+    A stream is of chunks as server-sent events in JSON, of the events themselves in msgpack.
     `openings`: by choice, the text of the prompt where it is echoed.
     """
 
     def __init__(
-        self, id: str, model: str, is_chat: bool, has_logprobs: bool, openings: list[str]
+        self, plan: Plan, model: str, encoding: Encoding, is_chat: bool, openings: list[str]
     ) -> None:
-        self.id = id
+        self.id = plan.id
         self.model = model
-        self.is_chat = is_chat
-        self.object = "chat.completion" if is_chat else "text_completion"
-        self.chunk_object = "chat.completion.chunk" if is_chat else self.object
-        self.openings = openings
         self.created = int(time.time())
+        self.openings = openings
+        self.is_chat = is_chat
+        self.is_sse = encoding is Encoding.JSON
+        self.object = "chat.completion" if is_chat else "text_completion"
+        has_logprobs = plan.params.top_logprobs is not None
         self._offsets = [len(text) for text in openings] if has_logprobs else []
 
-    def beginning(self, num_prompt_tokens: int, is_sse: bool) -> Sequence[Completion | StreamEvent]:
+    def beginning(self, num_prompt_tokens: int) -> bytes:
         """What a stream has before anything is generated: a header, roles, echoed prompts."""
-        deltas = [Delta(index=i, text=text) for i, text in enumerate(self.openings)]
-        if not is_sse:
-            header = Header(
-                id=self.id, created=self.created, model=self.model, object=self.object,
-                prompt_tokens=num_prompt_tokens,
-            )  # fmt: skip
-            return [header, *(delta for delta in deltas if delta.text)]
-        if not self.is_chat:
-            return self.chunks(deltas)
-        first = Reply(role="assistant", content="")
-        return [self._chunk([Choice(index=delta.index, delta=first)]) for delta in deltas]
+        if self.is_sse and self.is_chat:
+            first = Reply(role="assistant", content="")
+            indices = range(len(self.openings))
+            return self._pack([self._chunk([Choice(index=i, delta=first)]) for i in indices])
+        echoes = [Delta(index=i, text=text) for i, text in enumerate(self.openings) if text]
+        if self.is_sse:
+            return self.more(echoes)
+        header = Header(self.id, self.created, self.model, self.object, num_prompt_tokens)
+        return self._pack([header, *echoes])
 
-    def chunks(self, deltas: list[Delta]) -> list[Completion]:
-        """Deltas as OpenAI's chunks; tokens that have no text yet make none."""
+    def more(self, deltas: list[Delta]) -> bytes:
+        """Deltas in a stream; as chunks, tokens that have no text yet make none."""
+        if not self.is_sse:
+            return self._pack(deltas)
         chunks = []
         for delta in deltas:
             if delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason:
@@ -63,11 +69,18 @@ class Shape:
                     calls = delta.tool_calls or UNSET
                     choice.delta = Reply(content=delta.text or UNSET, tool_calls=calls)
                 chunks.append(self._chunk([choice]))
-        return chunks
+        return self._pack(chunks)
 
-    def closing(self, usage: UsageInfo) -> Completion:
-        """The chunk that carries the usage, behind all others."""
-        return self._chunk([], usage)
+    def end(self, usage: UsageInfo, include_usage: bool) -> bytes:
+        """The end of a stream that went well; chunks tell the usage only if asked to."""
+        if not self.is_sse:
+            return self._pack([End(usage)])
+        return self._pack([self._chunk([], usage)] if include_usage else []) + b"data: [DONE]\n\n"
+
+    def failure(self, error: ServiceError) -> bytes:
+        """The end of a stream that broke."""
+        told = error.to_dict()
+        return self._pack([{"error": told} if self.is_sse else Failure(told)])
 
     def whole(self, totals: list[Delta], usage: UsageInfo) -> Completion:
         """The answer, from each choice's deltas added up."""
@@ -85,8 +98,14 @@ class Shape:
             choices.append(choice)
         return Completion(self.id, self.object, self.created, self.model, choices, usage)
 
+    def _pack(self, events: Iterable[object]) -> bytes:
+        if self.is_sse:
+            return b"".join([b"data: %b\n\n" % encode(e, Encoding.JSON) for e in events])
+        return b"".join([encode(event, Encoding.MSGPACK) for event in events])
+
     def _chunk(self, choices: list[Choice], usage: UsageInfo | None = None) -> Completion:
-        return Completion(self.id, self.chunk_object, self.created, self.model, choices, usage)
+        object = "chat.completion.chunk" if self.is_chat else self.object
+        return Completion(self.id, object, self.created, self.model, choices, usage)
 
     def _choice(self, delta: Delta) -> Choice:
         choice = Choice(index=delta.index, finish_reason=delta.finish_reason)

@@ -107,7 +107,7 @@ class Tokenizer:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
         return self.encode(text, add_special=False)
 

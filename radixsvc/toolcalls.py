@@ -53,7 +53,7 @@ def _template_message(message: Message, param: str) -> dict[str, Any]:
     if isinstance(content, list):
         if any(part.type not in ("text", "refusal") for part in content):
             raise InvalidRequest(
-                f"{param}.content: this service understands text alone", param=f"{param}.content"
+                f"{param}.content: this service understands text alone", f"{param}.content"
             )
         content = "".join(part.text or "" for part in content)
     role = "system" if message.role == "developer" else message.role
@@ -119,7 +119,7 @@ def forced_start(choice: str | ToolChoice | None, tools: list[Tool], style: str)
 
 
 def _wrong_choice(words: str) -> InvalidRequest:
-    return InvalidRequest(f"tool_choice {words}", param="tool_choice")
+    return InvalidRequest(f"tool_choice {words}", "tool_choice")
 
 
 class ToolCallParser:

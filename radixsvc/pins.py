@@ -58,7 +58,7 @@ class Pins:
             tree.unlock(node)
             raise PinLimit(
                 f"{new} pages more would be pinned beside {self.num_pages}; {self.max_pages} may "
-                "be. Unpin something or raise the limit."
+                "be, half of the device. Unpin something, or give the device more memory."
             )
         for one in path:
             one.pins += 1
@@ -78,7 +78,8 @@ class Pins:
             tree.lock(pin.node, len(pin.node.tokens))
         for one in tree.path(pin.node):
             one.pins -= 1
-            self.num_pages -= 0 if one.pins else tree.num_pages(one)
+            if not one.pins:
+                self.num_pages -= tree.num_pages(one)
         tree.unlock(pin.node)
         self.residency.enforce_quota(account)
         return True

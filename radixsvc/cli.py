@@ -30,12 +30,15 @@ BENCHES = ("attention", "copy", "cuda", "engine", "http", "serve", "tiered", "ti
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int | None] = args.run
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars are for people
     try:
         return run(args) or 0
     except SetupError as error:
         return _failed(error, error.exit_code)
     except ApiError as error:
-        return _failed(error, 69 if error.status == 503 else 1)
+        hint = ": give --api-key, or set RADIXSVC_API_KEY" if error.status == 401 else ""
+        return _failed(f"{error}{hint}", 69 if error.status == 503 else 1)
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         return _failed(f"{error} is not an address: write it as {DEFAULT_URL}", 2)
     except aiohttp.ClientConnectorError as error:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from radixsvc.architecture import ModelInfo, describe
 from radixsvc.attention import set_num_threads
@@ -58,8 +56,6 @@ class Backend:
 
 def build_backend(config: Config) -> Backend:
     """Everything that answers requests, not started yet. SetupError says why it can't be."""
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # type: ignore[no-untyped-call]
     path = fetch(config.model.name or None)
     device = pick_device(config.model.device)
     model = load_model(path, config.model.dtype, device)

@@ -123,7 +123,9 @@ async def drive(args: argparse.Namespace) -> list[Metric]:
 async def first_model(http: aiohttp.ClientSession, url: str) -> str:
     async with http.get(f"{url.rstrip('/')}/v1/models") as response:
         if response.status != 200:
-            raise ValueError(f"{url}/v1/models answers {response.status}; give --model")
+            raise ValueError(
+                f"{url}/v1/models answers {response.status}; see --api-key-env, --model"
+            )
         return str((await response.json())["data"][0]["id"])
 
 

@@ -144,6 +144,29 @@ def test_found_again_after_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_restart_keeps_what_hangs_together_and_once(tmp_path: Path) -> None:
+    """No record whose parent is missing, none found twice, none that the mover's probe wrote."""
+    rig = Rig(tmp_path)
+    rig.mover.probe()
+    rig.run(prompt(0))
+    rig.run(prompt(0))
+    pages = np.frombuffer(rig.cache.tree.match(TEAM, prompt(0).tobytes()).end.disk, np.int32)
+    assert len(pages) == 4
+    rig.close()
+    with open(tmp_path / "segment-000000.kv", "r+b") as file:
+        file.seek(pages[0] * 8192)
+        record = file.read(8192)
+        file.seek((pages.max() + 1) * 8192)
+        file.write(record)
+        file.seek(pages[2] * 8192)
+        file.write(bytes(8192))
+    again = Rig(tmp_path)
+    assert again.disk is not None
+    assert again.disk.count()["ready"] == 2
+    assert again.run(prompt(0)) == (0, 0, 8)
+    again.close()
+
+
 def test_saving_goes_on_when_the_queue_was_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

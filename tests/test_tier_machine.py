@@ -37,8 +37,7 @@ class ModelTier(ModelDevice):
 
     def take_recovered(self) -> list[StoredPage]:
         """What a restart finds, as the disk tier hands it out."""
-        stored = [StoredPage(page, record) for page, record in self.records.items()]
-        return sorted(stored, key=lambda s: s.record.depth)
+        return [StoredPage(page, record) for page, record in self.records.items()]
 
 
 class ModelMover:

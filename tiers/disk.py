@@ -61,7 +61,8 @@ class DiskTier(Tier):
 
     `fingerprint` (32 bytes) names all that a page's bytes depend on beside its tokens; records of
     another one are not seen. `max_blob_bytes` is the most that is stored beside a page. Pages
-    found at start are READY, and `take_recovered` hands them to their owner.
+    found at start are READY, and `take_recovered` hands them to their owner, who frees those whose
+    parents are missing and the second of two that are the same.
     Raises TierError where another process has the folder.
 
     `write` and `read` are for the mover's workers. A batch is `n` slots, [n, slot_bytes] uint8,
@@ -103,7 +104,7 @@ class DiskTier(Tier):
         return self.off_reason is None
 
     def take_recovered(self) -> list[StoredPage]:
-        """The pages found at start, each after its parent; the caller owns them from now on."""
+        """The pages found at start; the caller owns them from now on."""
         recovered, self._recovered = self._recovered, []
         return recovered
 
@@ -242,24 +243,16 @@ class DiskTier(Tier):
     # Finding pages again
 
     def _scan(self) -> list[StoredPage]:
-        """What the files hold, parents first; the rest of the slots is free."""
+        """What the files hold; the rest of the slots is free."""
         pages = self.allocate(self.num_pages)
         parts = np.split(pages, range(SCAN_PAGES, self.num_pages, SCAN_PAGES))
         with ThreadPoolExecutor(SCAN_THREADS) as pool:
             found = [stored for part in pool.map(self._scan_headers, parts) for stored in part]
-        kept: dict[bytes, StoredPage] = {}
-        for stored in sorted(found, key=lambda stored: stored.record.depth):
-            record = stored.record
-            parent = kept.get(record.parent)
-            in_place = parent is not None and parent.record.depth + 1 == record.depth
-            if record.depth == 0 or in_place:
-                kept[record.digest] = stored
-        recovered = list(kept.values())
-        found_pages = np.array([stored.page for stored in recovered], np.int32)
-        self._digests[found_pages] = np.array([s.record.digest for s in recovered], "V32")
+        found_pages = np.array([stored.page for stored in found], np.int32)
+        self._digests[found_pages] = np.array([stored.record.digest for stored in found], "V32")
         self.publish(found_pages)
         self.free(np.setdiff1d(pages, found_pages))
-        return recovered
+        return found
 
     def _scan_headers(self, pages: PageIds) -> list[StoredPage]:
         headers = huge_memory(len(pages) * self.payload_offset).reshape(-1, self.payload_offset)

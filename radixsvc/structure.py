@@ -20,7 +20,9 @@ class Structure(Placement):
 
     def __del__(self) -> None:
         for node in list(self.nodes()):
-            node.parent = None  # a cycle that the collector does not see
+            node.parent = None  # a cycle that the collector does not see, as is the next
+        for account in self.accounts.values():
+            account.stubs.clear()
 
     def path(self, node: Node) -> list[Node]:
         """The nodes from below the root down to this one."""

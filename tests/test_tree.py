@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -158,6 +161,16 @@ def test_partly_filled_pages_go_before_whole_ones_where_nothing_lies_below() -> 
     assert tree.evict(2) == 2
     assert tree.shape() == ["aaaaaaaa", "cccccc"]
     assert tree.length("cccccc") == (4, 0)
+
+
+def test_a_tree_that_is_dropped_leaves_nothing_behind() -> None:
+    tree = Tree()
+    tree.put("aaaabbbb")
+    tree.put("aaaacc")
+    left = weakref.ref(tree.shared)
+    del tree
+    gc.collect()
+    assert left() is None
 
 
 def test_partly_filled_pages_go_with_their_nodes_where_there_are_tiers_below() -> None:

@@ -116,19 +116,19 @@ class PageLedger:
             raise OutOfPages(f"{n} pages asked for, {self.num_free} of {self.num_pages} free")
         top = self.num_free
         pages = self._stack[top - n : top][::-1].copy()
-        self._require(pages, (PageState.FREE,))
+        self.require(pages, PageState.FREE)
         self.states[pages] = state
         self.num_free = top - n
         return pages
 
     def publish(self, pages: PageIds) -> None:
         """WRITING or LOADING pages have their keys and values: they become READY."""
-        self._require(pages, (PageState.WRITING, PageState.LOADING))
+        self.require(pages, PageState.WRITING, PageState.LOADING)
         self.states[pages] = PageState.READY
 
     def free(self, pages: PageIds) -> None:
         """Give pages back. One that is still being read stays as it is until its readers leave."""
-        self._require(pages, (PageState.WRITING, PageState.READY, PageState.LOADING))
+        self.require(pages, PageState.WRITING, PageState.READY, PageState.LOADING)
         if self._retired[pages].any():
             raise InvariantError(f"pages freed twice: {pages[self._retired[pages]]}")
         busy = self.readers[pages] > 0
@@ -139,7 +139,7 @@ class PageLedger:
 
     def add_readers(self, pages: PageIds) -> None:
         """A copy out of these READY pages, or into these LOADING ones, is under way."""
-        self._require(pages, (PageState.READY, PageState.LOADING))
+        self.require(pages, PageState.READY, PageState.LOADING)
         self.readers[pages] += 1
 
     def drop_readers(self, pages: PageIds) -> None:
@@ -172,12 +172,8 @@ class PageLedger:
         """Pages nobody owns any more that wait for a copy to end."""
         return int(self._retired.sum())
 
-    def _push(self, pages: PageIds) -> None:
-        self.states[pages] = PageState.FREE
-        self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
-        self.num_free += len(pages)
-
-    def _require(self, pages: PageIds, allowed: tuple[PageState, ...]) -> None:
+    def require(self, pages: PageIds, *allowed: PageState) -> None:
+        """Raises InvariantError where a page is in none of these states."""
         states = self.states[pages]
         bad = states != allowed[0]
         for state in allowed[1:]:
@@ -185,3 +181,8 @@ class PageLedger:
         if bad.any():
             wanted = " or ".join(s.name for s in allowed)
             raise InvariantError(f"pages {pages[bad]} are {states[bad]}, not {wanted}")
+
+    def _push(self, pages: PageIds) -> None:
+        self.states[pages] = PageState.FREE
+        self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
+        self.num_free += len(pages)

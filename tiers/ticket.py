@@ -16,7 +16,7 @@ import numpy as np
 
 from tiers.base import Mask, PageView, Record, Tier
 from tiers.copy import CopyStream
-from tiers.page import InvariantError, PageIds, PageState
+from tiers.page import PageIds, PageState
 
 CLOSING, READ, WRITE = range(3)  # what the disk's workers do first
 FIRST_GUESS_S_PER_BYTE = 1e-9  # until a lane was used
@@ -122,15 +122,10 @@ class Ticket:
 
     def begin(self) -> None:
         """Hold the pages. Raises InvariantError where one is in the wrong state."""
-        ends = (
-            (self.source, self.source_pages, PageState.READY),
-            (self.target, self.target_pages, PageState.LOADING),
-        )
-        for tier, pages, state in ends:
-            if (tier.states[pages] != state).any():
-                raise InvariantError(f"{tier.name} pages {pages} are not all {state.name}")
-        for tier, pages, _ in ends:
-            tier.add_readers(pages)
+        self.source.require(self.source_pages, PageState.READY)
+        self.target.require(self.target_pages, PageState.LOADING)
+        self.source.add_readers(self.source_pages)
+        self.target.add_readers(self.target_pages)
 
     def settle(self) -> None:
         """Publish what is `ok`, let go of all that no job may touch any more."""

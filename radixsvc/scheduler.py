@@ -256,33 +256,27 @@ class ChunkSizer:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.limit = config.max_chunk
+        self.base_seconds = 0.0
+        self.seconds_per_token = 0.0  # of prefill beyond the base; 0 until a step was recorded
         self._bases: deque[float] = deque(maxlen=15)
         self._rates: deque[float] = deque(maxlen=15)
 
-    @property
-    def base_seconds(self) -> float:
-        return median(self._bases) if self._bases else 0.0
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Of prefill beyond the base; 0 until a step was recorded."""
-        return median(self._rates) if self._rates else 0.0
-
     def chunk(self, seconds: float) -> int:
         """Prefill tokens for a step of so many seconds."""
-        rate = self.seconds_per_token
-        if rate == 0.0:
+        if self.seconds_per_token == 0.0:
             return min(self.limit, 8 * self.config.min_chunk)
-        fits = int((seconds - self.base_seconds) / rate)
+        fits = int((seconds - self.base_seconds) / self.seconds_per_token)
         return max(self.config.min_chunk, min(fits, self.limit))
 
     def record(self, num_prefill: int, num_decode: int, seconds: float) -> None:
         """A step took `seconds` for so many tokens of prefill beside so many decoding requests."""
         if num_prefill == 0:
             self._bases.append(seconds)
+            self.base_seconds = median(self._bases)
         elif num_prefill >= self.config.min_chunk:
             # A step can't cost less a token than a tenth of its time, whatever the base was.
             self._rates.append(max(seconds - self.base_seconds, 0.1 * seconds) / num_prefill)
+            self.seconds_per_token = median(self._rates)
 
     def shrink(self) -> bool:
         """A step ran out of memory: halve the largest chunk. False where it is at the least."""

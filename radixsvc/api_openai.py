@@ -14,6 +14,7 @@ from aiohttp import web
 
 from radixsvc.admission import Call, as_service_error
 from radixsvc.codec import token_ids
+from radixsvc.completion import SamplingParams, Tokens
 from radixsvc.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from radixsvc.generation import Generation, Plan
 from radixsvc.protocol import (
@@ -24,7 +25,6 @@ from radixsvc.protocol import (
     Sampling,
     Tool,
 )
-from radixsvc.request import SamplingParams, Tokens
 from radixsvc.shape import Shape
 from radixsvc.startup import Backend
 from radixsvc.toolcalls import describe_tools, forced_start, template_messages, template_tools

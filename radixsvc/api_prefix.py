@@ -19,6 +19,7 @@ from radixsvc.admission import Call, Edge
 from radixsvc.api_openai import chat_tokens, prompt_tokens, tokenized
 from radixsvc.cache import PinLimit, PrefixCache
 from radixsvc.codec import Encoding, token_ids
+from radixsvc.completion import SamplingParams, Sources, Tokens
 from radixsvc.errors import InvalidRequest, SetupError
 from radixsvc.explain import explain, look
 from radixsvc.generation import Generation, Plan
@@ -31,7 +32,6 @@ from radixsvc.protocol import (
     PromptRequest,
     UsageInfo,
 )
-from radixsvc.request import SamplingParams, Sources, Tokens
 from radixsvc.startup import Backend
 
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from typing import cast
 
 import numpy as np
 
+from radixsvc.completion import Tokens
 from radixsvc.inspection import check_tree, format_tree
 from radixsvc.lease import Lease as Lease
-from radixsvc.lease import Tokens
 from radixsvc.lease import TokensByTier as TokensByTier
 from radixsvc.match import Match, match_below
 from radixsvc.namespace import account_name

@@ -17,8 +17,8 @@ import msgpack
 import msgspec
 import numpy as np
 
+from radixsvc.completion import Tokens
 from radixsvc.errors import InvalidRequest, NotAcceptable, UnsupportedMediaType
-from radixsvc.request import Tokens
 
 T = TypeVar("T")
 

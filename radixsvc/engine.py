@@ -28,10 +28,11 @@ import numpy as np
 import torch
 
 from radixsvc.cache import PrefixCache
+from radixsvc.completion import FinishReason, Sources
 from radixsvc.errors import ContextLengthExceeded, Draining, EngineFailed, QueueFull
 from radixsvc.model import Model
 from radixsvc.outcome import Outcomes
-from radixsvc.request import FinishReason, Request, Sources, State
+from radixsvc.request import Request, State
 from radixsvc.runner import Launched, NewTokens, Runner, is_out_of_memory, is_sticky
 from radixsvc.sampler import SamplerState
 from radixsvc.scheduler import ChunkSizer, Scheduled, Scheduler, SchedulerConfig

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from radixsvc.completion import Sources, Tokens
 from radixsvc.match import Match, num_known
 from radixsvc.node import PAGES, TOKEN_BYTES, Node
 from radixsvc.protocol import Divergence, Evicted, Explanation, Realigned
-from radixsvc.request import Sources, Tokens
 from radixsvc.tree import RadixTree
 
 if TYPE_CHECKING:

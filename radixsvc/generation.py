@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from radixsvc.completion import SamplingParams, Sources, TokenLogprob, Tokens, Usage
 from radixsvc.protocol import ChatLogprob, Delta, PromptDetails, TopLogprob, UsageInfo
-from radixsvc.request import Request, SamplingParams, Sources, TokenLogprob, Tokens, Usage
+from radixsvc.request import Request
 from radixsvc.stream import TokenStream
 from radixsvc.text import TextAssembler
 from radixsvc.tokenizer import Tokenizer

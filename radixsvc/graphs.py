@@ -15,24 +15,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from radixsvc.attention import Int32s, RaggedBatch, StepContext, pinned
+from radixsvc.attention import Int32s, RaggedBatch, StepContext, pinned, to_device
+from radixsvc.completion import Tokens
 from radixsvc.model import Model
-from radixsvc.request import Tokens
 from tiers.device import DeviceTier
 from tiers.page import PageIds
-
-if TYPE_CHECKING:
-    from radixsvc.runner import Late
 
 log = logging.getLogger("radixsvc.graphs")
 
 MAX_TOKENS = 1 << 19  # of all contexts of a captured step: bounds the memory kept for it
 
 Run = Callable[[], torch.Tensor]
+
+
+class Late(NamedTuple):
+    """Inputs that are known on the device alone: token `sources[i]` belongs at `rows[i]`."""
+
+    rows: list[int]
+    sources: list[int]
+    tokens: torch.Tensor
+
+    def write(self, ids: torch.Tensor) -> None:
+        """Put them in; a failed sample's -1 becomes a token, whose request ends anyway."""
+        rows, sources = to_device(np.array([self.rows, self.sources]), ids.device)
+        ids.index_copy_(0, rows, self.tokens[sources].clamp_min(0).to(ids.dtype))
 
 
 class Captured:

@@ -16,16 +16,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from radixsvc.completion import Tokens
 from radixsvc.node import Node, Priority
 from radixsvc.transfers import Levels
 from tiers.page import InvariantError, PageIds
 
 if TYPE_CHECKING:
     from radixsvc.cache import PrefixCache
-
-Tokens = npt.NDArray[np.int32]
 
 
 class TokensByTier(NamedTuple):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from radixsvc.completion import FinishReason, Sources, Usage
 from radixsvc.errors import DeadlineExceeded, EngineFailed, ServiceError, SlowReader
-from radixsvc.request import FinishReason, Request, Sources, Usage
+from radixsvc.request import Request
 from radixsvc.sampler import Sampled
 from radixsvc.scheduler import Scheduler
 from radixsvc.stream import Finished, TokenStream, wake_all

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from radixsvc.attention import RaggedBatch, StepContext, to_device
-from radixsvc.graphs import DecodeGraphs, cuda_capture
+from radixsvc.completion import Tokens
+from radixsvc.graphs import DecodeGraphs, Late, cuda_capture
 from radixsvc.model import Model
-from radixsvc.request import Request, State, Tokens
+from radixsvc.request import Request, State
 from radixsvc.sampler import Sampled, SamplerState, finish, pick
 from radixsvc.scheduler import Scheduled
 from tiers.device import DeviceTier
@@ -60,19 +61,6 @@ class Launched(NamedTuple):
         if self.done is not None:
             self.done.synchronize()
         return finish(self.copied.tolist(), self.logits, self.states)
-
-
-class Late(NamedTuple):
-    """Inputs that are known on the device alone: token `sources[i]` belongs at `rows[i]`."""
-
-    rows: list[int]
-    sources: list[int]
-    tokens: torch.Tensor
-
-    def write(self, ids: torch.Tensor) -> None:
-        """Put them in; a failed sample's -1 becomes a token, whose request ends anyway."""
-        rows, sources = to_device(np.array([self.rows, self.sources]), ids.device)
-        ids.index_copy_(0, rows, self.tokens[sources].clamp_min(0).to(ids.dtype))
 
 
 class Runner:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from radixsvc.attention import to_device
-from radixsvc.request import SamplingParams, TokenLogprob, Tokens
+from radixsvc.completion import SamplingParams, TokenLogprob, Tokens
 
 log = logging.getLogger("radixsvc.sampler")
 

@@ -20,7 +20,8 @@ from statistics import median
 from typing import NamedTuple
 
 from radixsvc.cache import PrefixCache
-from radixsvc.request import Request, Sources, State
+from radixsvc.completion import Sources
+from radixsvc.request import Request, State
 from tiers.page import OutOfPages
 
 

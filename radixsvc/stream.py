@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from radixsvc.completion import FinishReason, TokenLogprob, Usage
 from radixsvc.errors import ServiceError
-from radixsvc.request import FinishReason, TokenLogprob, Usage
 
 
 @dataclass(frozen=True)

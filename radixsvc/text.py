@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from radixsvc.request import TokenLogprob
+from radixsvc.completion import TokenLogprob
 
 if TYPE_CHECKING:
     from radixsvc.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ import jinja2
 import numpy as np
 from transformers import AutoTokenizer
 
+from radixsvc.completion import Tokens
 from radixsvc.errors import InvalidRequest, SetupError
-from radixsvc.request import Tokens
 
 
 class Tokenizer:

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from radixsvc.cache import Lower, PrefixCache
+from radixsvc.completion import SamplingParams
 from radixsvc.engine import Engine, EngineConfig
-from radixsvc.request import Request, SamplingParams
+from radixsvc.request import Request
 from radixsvc.stream import Finished, TokenStream
 from tiers.device import DeviceTier
 from tiers.page import PageShape

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from radixsvc import client as client_module
 from radixsvc.client import ApiError, AsyncClient, Client
+from radixsvc.completion import Sources
 from radixsvc.protocol import Delta, End, Failure, Header, PromptDetails, UsageInfo
-from radixsvc.request import Sources
 
 USAGE = UsageInfo(3, 2, 5, PromptDetails(2), Sources(2, 0, 0, 1))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

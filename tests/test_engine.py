@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from known_model import EOS, EngineUnderTest, Gate, expected
 
+from radixsvc.completion import FinishReason
 from radixsvc.engine import EngineConfig
 from radixsvc.errors import (
     ContextLengthExceeded,
@@ -21,7 +22,7 @@ from radixsvc.errors import (
     ServiceError,
     SlowReader,
 )
-from radixsvc.request import FinishReason, State
+from radixsvc.request import State
 from radixsvc.scheduler import SchedulerConfig
 from tiers.page import InvariantError
 

@@ -18,10 +18,10 @@ from tiny import tiny_model
 import radixsvc.attention
 from radixsvc.attention import RaggedBatch, StepContext, paged_attention
 from radixsvc.bench.harness import complete, greedy, running_engine
+from radixsvc.completion import Tokens
 from radixsvc.engine import EngineConfig
 from radixsvc.graphs import DecodeGraphs
 from radixsvc.model import load_model
-from radixsvc.request import Tokens
 
 
 @pytest.fixture(scope="module")

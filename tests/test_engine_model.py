@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixsvc.bench.engine import is_greedy, mixed_requests
 from radixsvc.bench.harness import Outcome, complete, greedy, running_engine
+from radixsvc.completion import Tokens
 from radixsvc.engine import Engine
 from radixsvc.model import Model, load_model
-from radixsvc.request import Tokens
 
 pytestmark = pytest.mark.model
 

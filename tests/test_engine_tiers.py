@@ -20,9 +20,10 @@ from serving import RunningBackend
 
 from radixsvc.bench.harness import complete, greedy, running_engine
 from radixsvc.cache import Lease, Lower
+from radixsvc.completion import FinishReason, Sources, Tokens
 from radixsvc.engine import Engine
 from radixsvc.model import Model, load_model
-from radixsvc.request import FinishReason, Sources, State, Tokens
+from radixsvc.request import State
 from radixsvc.residency import TierPolicy
 from tiers.device import DeviceTier
 from tiers.disk import DiskTier

@@ -25,9 +25,9 @@ from simt.run import attend, prepare
 from tiny import tiny_model
 
 from radixsvc.bench.harness import complete, running_engine
+from radixsvc.completion import SamplingParams
 from radixsvc.engine import EngineConfig
 from radixsvc.model import load_model
-from radixsvc.request import SamplingParams
 from radixsvc.scheduler import SchedulerConfig
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixsvc.request import SamplingParams
+from radixsvc.completion import SamplingParams
 from radixsvc.sampler import Sampled, SamplerState, draw_rows, sample
 
 NO_PROMPT = np.zeros(0, np.int32)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from radixsvc.cache import PrefixCache
-from radixsvc.request import Request, SamplingParams
+from radixsvc.completion import SamplingParams
+from radixsvc.request import Request
 from radixsvc.scheduler import Scheduled, Scheduler, SchedulerConfig
 from radixsvc.stream import TokenStream
 from tiers.device import DeviceTier

@@ -20,7 +20,7 @@ import pytest
 from known_model import EngineUnderTest, expected
 
 from radixsvc.cache import Lower, namespace_key
-from radixsvc.request import FinishReason
+from radixsvc.completion import FinishReason
 from radixsvc.residency import TierPolicy
 from tiers.base import Bytes2D, Chain, Checksums, Mask, Record, Tier
 from tiers.copy import CpuStream, compute_fence

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from radixsvc.completion import FinishReason, Sources, Usage
 from radixsvc.errors import EngineFailed
-from radixsvc.request import FinishReason, Sources, Usage
 from radixsvc.stream import Finished, TokenChunk, TokenStream, wake_all
 
 END = Finished(FinishReason.LENGTH, Usage(1, 3, Sources(0, 0, 0, 1)))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixsvc.completion import TokenLogprob
 from radixsvc.protocol import FunctionTool, Tool
-from radixsvc.request import TokenLogprob
 from radixsvc.text import Piece, TextAssembler
 from radixsvc.toolcalls import ToolCallParser, forced_start
 

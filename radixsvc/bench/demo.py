@@ -19,11 +19,11 @@ from radixsvc.bench.policies import NAMESPACE, Radix
 from radixsvc.bench.report import format_rows
 from radixsvc.bench.tiered import random_prompt, settle, tiered_engine
 from radixsvc.cache import Lease
+from radixsvc.completion import Tokens
 from radixsvc.engine import Engine
 from radixsvc.fetch import fetch
 from radixsvc.inspection import format_tree
 from radixsvc.model import load_model
-from radixsvc.request import Tokens
 
 PAGE_SIZE = 4
 DEVICE_PAGES = 10

@@ -23,10 +23,11 @@ from radixsvc.attention import set_num_threads
 from radixsvc.bench.harness import Outcome, ask, complete, greedy, running_engine
 from radixsvc.bench.report import Metric
 from radixsvc.cache import PrefixCache
+from radixsvc.completion import Tokens
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.fetch import fetch
 from radixsvc.model import Model, load_model, measure_num_threads
-from radixsvc.request import Request, Tokens
+from radixsvc.request import Request
 from radixsvc.sampler import SamplerState, sample
 from radixsvc.stream import TokenStream
 from tiers.device import DeviceTier

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from radixsvc.cache import Lower, PrefixCache
+from radixsvc.completion import SamplingParams, Tokens, Usage
 from radixsvc.engine import Engine, EngineConfig
 from radixsvc.model import Model
-from radixsvc.request import Request, SamplingParams, Tokens, Usage
+from radixsvc.request import Request
 from radixsvc.stream import TokenStream
 from tiers.device import DeviceTier
 

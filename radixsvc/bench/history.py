@@ -18,8 +18,8 @@ import numpy as np
 
 from radixsvc.bench.calls import Call, Reply, Session, rendered, take_turns, text
 from radixsvc.bench.traces import BLOCK_TOKENS, read_trace
+from radixsvc.completion import Tokens
 from radixsvc.errors import SetupError
-from radixsvc.request import Tokens
 
 
 @dataclass(frozen=True, eq=False)

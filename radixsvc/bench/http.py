@@ -35,11 +35,12 @@ from radixsvc.app import create_app, make_runner
 from radixsvc.architecture import describe
 from radixsvc.bench.report import Metric
 from radixsvc.codec import Encoding, decode, token_ids
+from radixsvc.completion import FinishReason, Sources, Usage
 from radixsvc.config import Config
 from radixsvc.fetch import fetch
 from radixsvc.metrics import Metrics
 from radixsvc.protocol import CompletionRequest
-from radixsvc.request import FinishReason, Request, Sources, Usage
+from radixsvc.request import Request
 from radixsvc.startup import Backend
 from radixsvc.stream import Finished
 from radixsvc.tokenizer import Tokenizer

@@ -24,8 +24,8 @@ import numpy as np
 from radixsvc.bench.history import Prompt, common_len
 from radixsvc.bench.ledgers import InstantMover, LedgerTier
 from radixsvc.cache import Lease, Lower, PrefixCache
+from radixsvc.completion import Sources, Tokens
 from radixsvc.node import PAGES
-from radixsvc.request import Sources, Tokens
 from radixsvc.residency import TierPolicy
 from tiers.disk import DiskTier
 from tiers.mover import Mover

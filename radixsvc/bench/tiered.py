@@ -30,12 +30,12 @@ from radixsvc.attention import set_num_threads
 from radixsvc.bench.harness import Outcome, complete, greedy, running_engine
 from radixsvc.bench.report import Metric
 from radixsvc.cache import Lower
+from radixsvc.completion import Tokens
 from radixsvc.config import Config, DiskSection, HostSection, Size, Tiers
 from radixsvc.engine import Engine
 from radixsvc.errors import SetupError
 from radixsvc.fetch import fetch
 from radixsvc.model import Model, load_model, measure_num_threads
-from radixsvc.request import Tokens
 from radixsvc.startup import build_lower
 from tiers.base import LEDGER_BYTES
 from tiers.device import DeviceTier

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from radixsvc.bench.calls import Call, Send, Session, text, user
+from radixsvc.completion import Tokens
 from radixsvc.errors import SetupError
-from radixsvc.request import Tokens
 
 BLOCK_TOKENS = 512  # what one hash id stands for
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     config, model, remote, prompt, sampling, system, as_json = (
         argparse.ArgumentParser(add_help=False) for _ in range(7)
     )
-    add = config.add_argument
-    file = os.environ.get("RADIXSVC_CONFIG")
-    add("--config", metavar="FILE", default=file, help="a TOML file; default: $RADIXSVC_CONFIG")
-    text = "any setting, as print-config lists them; may be repeated"
-    add("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help=text)
+    add = partial(config.add_argument, metavar="KEY=VALUE", action="append", dest="sets")
+    add("--set", default=[], help="any setting, as print-config lists them; may be repeated")
     for key in ("model.name", "model.dtype", "model.device", "server.host", "server.port"):
         option = key.removesuffix(".name").split(".")[-1]
-        form, text = f"{key}={{}}".format, f"short for --set {key}={option.upper()}"
-        add(
-            f"--{option}",
-            metavar=option.upper(),
-            type=form,
-            action="append",
-            dest="sets",
-            help=text,
-        )
+        text = f"short for --set {key}={option.upper()}"
+        add(f"--{option}", metavar=option.upper(), type=f"{key}={{}}".format, help=text)
+    file, text = os.environ.get("RADIXSVC_CONFIG"), "a TOML file; default: $RADIXSVC_CONFIG"
+    config.add_argument("--config", metavar="FILE", default=file, help=text)
     model.add_argument("model", nargs="?", help="a .gguf file or a hub id")
     remote.add_argument("--url", help=f"default: $RADIXSVC_URL or {DEFAULT_URL}")
     remote.add_argument("--api-key", help="default: $RADIXSVC_API_KEY")

@@ -23,7 +23,7 @@ from radixsvc.errors import InvalidRequest, NotAcceptable, UnsupportedMediaType
 T = TypeVar("T")
 
 MSGPACK_TYPES = ("application/vnd.msgpack", "application/msgpack", "application/x-msgpack")
-JSON_TYPES = ("application/json", "text/event-stream", "application/*", "text/*", "*/*")
+JSON_TYPES = "application/json text/event-stream text/plain application/* text/* */*".split()
 SMALL_BODY = 65_536  # bytes; so many can't grow beyond 5 MB
 MAX_CONTAINERS = 65_536
 MAX_MAP_ITEMS = 4_096

@@ -157,6 +157,7 @@ def test_the_answer_comes_as_asked() -> None:
         assert answer_encoding("*/*", f"application/{name}") is MSGPACK
     assert answer_encoding("", "application/json") is JSON
     assert answer_encoding("text/event-stream", "application/json") is JSON
+    assert answer_encoding("text/plain", "") is JSON  # a probe of /healthz
     assert answer_encoding("application/json", "application/msgpack") is JSON
     for wrong in ("", "text/plain", "application/x-www-form-urlencoded"):
         with pytest.raises(UnsupportedMediaType):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -17,12 +16,6 @@ from radixsvc.errors import AuthenticationFailed, SetupError
 from radixsvc.service import refuse_open_door
 
 SECRET = "The code of the safe is four nine seven and nobody else should know it."
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_llama: Path) -> Iterator[RunningBackend]:
-    with RunningBackend(tiny_llama) as running:
-        yield running
 
 
 @pytest.fixture

@@ -35,12 +35,6 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_llama: Path) -> Iterator[RunningBackend]:
-    with RunningBackend(tiny_llama) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def scripted(tiny_llama: Path) -> Iterator[RunningBackend]:
     with RunningBackend(tiny_llama, scripted=True) as running:
         yield running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ STORY = (
     "Once upon a time there lived an old king who counted every stone of his castle each morning. "
     "The quick brown fox jumps over the lazy dog while the cat sleeps in the warm sun. "
 )
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_llama: Path) -> Iterator[RunningBackend]:
-    with RunningBackend(tiny_llama) as running:
-        yield running
 
 
 async def test_match_changes_nothing_and_warm_makes_it_whole(tiny: RunningBackend) -> None:

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -29,12 +28,6 @@ from radixsvc.service import serve
 from tiers.page import InvariantError
 
 PROMPT = "Please summarise the following report, list three open questions"
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_llama: Path) -> Iterator[RunningBackend]:
-    with RunningBackend(tiny_llama) as running:
-        yield running
 
 
 def free_port() -> int:
@@ -366,6 +359,8 @@ async def test_metrics_count_tokens_by_source_and_hold_no_text(tiny: RunningBack
             text = await reply.text()
     assert re.search(r'radixsvc_prompt_tokens_total\{source="computed"\} [1-9]', text)
     assert 'radixsvc_requests_total{route="/v1/completions",status="200"} 1.0' in text
+    assert 'radixsvc_request_seconds_bucket{le="+Inf"} 1.0' in text
+    assert "radixsvc_time_to_first_token_seconds_count 1.0" in text
     assert 'radixsvc_pages{state="free",tier="device"}' in text
     assert "secret" not in text
     assert PROMPT.split()[1] not in text

@@ -6,6 +6,7 @@ Everything here reads headers and sizes only, so it answers in milliseconds for 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -30,22 +31,14 @@ class Checkpoint:
     headers: tuple[bytes, ...]  # each file's JSON header, as stored
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of weights on disk."""
-        return sum(file.stat().st_size for file in self.files)
-
-    @property
     def num_params(self) -> int:
         """Elements in all stored tensors."""
-        total = 0
-        for header in self.headers:
-            for name, entry in json.loads(header).items():
-                if name != "__metadata__":
-                    count = 1
-                    for size in entry["shape"]:
-                        count *= size
-                    total += count
-        return total
+        return sum(
+            math.prod(entry["shape"])
+            for header in self.headers
+            for name, entry in json.loads(header).items()
+            if name != "__metadata__"
+        )
 
     @property
     def name(self) -> str:

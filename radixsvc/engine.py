@@ -65,7 +65,6 @@ class EngineStats:
     waiting: int
     running: int
     steps: int
-    prompt_tokens: int
     sources: Sources
     recomputed_tokens: int
     generated_tokens: int
@@ -132,7 +131,6 @@ class Engine:
                 f"make {total}; this service holds {self.max_request_tokens}. Shorten the prompt "
                 "or lower max_tokens."
             )
-        request.arrived = time.monotonic()
         request.sampler = SamplerState(request.params, request.tokens)
         self.outcomes.add(request)
         self._post(lambda: self.scheduler.add(request))
@@ -181,13 +179,12 @@ class Engine:
         return busy, time.monotonic() - self._last_progress
 
     def stats(self) -> EngineStats:
-        outcomes, sources = self.outcomes, self.outcomes.sources
+        outcomes = self.outcomes
         return EngineStats(
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
             steps=self._steps,
-            prompt_tokens=sources.cached + sources.computed,
-            sources=sources,
+            sources=outcomes.sources,
             recomputed_tokens=outcomes.num_recomputed,
             generated_tokens=outcomes.num_generated,
             preemptions=self.scheduler.num_preemptions,

@@ -59,7 +59,6 @@ class Request:
     num_recomputed: int = 0
     num_preemptions: int = 0
     rounds_waited: int = 0
-    arrived: float = 0.0  # time.monotonic() seconds
 
     @property
     def num_tokens(self) -> int:

@@ -71,10 +71,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    @property
-    def is_decoding(self) -> bool:
-        return any(r.state is State.DECODING for r in self.running)
-
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
@@ -93,7 +89,8 @@ class Scheduler:
                 self._start_when_loaded(request)
             if request.can_decode and self._hold(request, 1):
                 self._steps.append(Scheduled(request, 1))
-        self._budget, self._shared = shared if self.is_decoding else alone, shared
+        decoding = any(request.state is State.DECODING for request in self.running)
+        self._budget, self._shared = shared if decoding else alone, shared
         for request in list(self.running):
             if request.state is State.PREFILLING:
                 self._prefill(request)

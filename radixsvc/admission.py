@@ -199,7 +199,7 @@ class Call:
 
     async def read(self, kind: type[T]) -> T:
         """The body as `kind`, within the limits of size, time and nesting, and for our model."""
-        backend = self.backend
+        self.edge.ready_backend()
         headers = self.request.headers
         encoding = body_encoding(headers.get("Content-Type", ""))
         if headers.get("Content-Encoding", "identity") != "identity":
@@ -210,10 +210,14 @@ class Call:
         else:
             data = await self._wait_for_body()
         body = decode(data, encoding, kind)
-        name = getattr(body, "model", None)
-        if name and name != backend.model_name and not self.edge.config.model.any_name:
-            raise NotFound(f"this service has the model {backend.model_name!r} alone", "model")
+        if (name := getattr(body, "model", None)) and not self.edge.config.model.any_name:
+            self.check_model(name)
         return body
+
+    def check_model(self, name: str) -> None:
+        """NotFound where `name` is not our model's."""
+        if name != (ours := self.backend.model_name):
+            raise NotFound(f"this service has the model {ours!r} alone", "model")
 
     async def _wait_for_body(self) -> bytes:
         server = self.edge.config.server

@@ -232,14 +232,16 @@ async def stream(
 
 async def models(call: Call) -> Any:
     """GET /v1/models"""
-    return {"object": "list", "data": [await model(call)]}
+    return {"object": "list", "data": [describe_model(call.backend)]}
 
 
 async def model(call: Call) -> Any:
     """GET /v1/models/{id}"""
-    backend = call.backend
-    if call.request.match_info.get("id", backend.model_name) != backend.model_name:
-        raise NotFound(f"this service has the model {backend.model_name!r} alone", "model")
+    call.check_model(call.request.match_info["id"])
+    return describe_model(call.backend)
+
+
+def describe_model(backend: Backend) -> dict[str, Any]:
     return {
         "id": backend.model_name,
         "object": "model",

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from radixsvc.completion import FinishReason, Sources, Usage
+from radixsvc.completion import FinishReason, Sources, TokenLogprob, Usage
 from radixsvc.errors import EngineFailed
 from radixsvc.stream import Finished, TokenChunk, TokenStream, wake_all
 
@@ -23,7 +23,7 @@ async def test_tokens_put_by_another_thread_arrive_in_order_and_end_once() -> No
 
     def produce() -> None:
         for token in range(300):
-            stream.put(token, None)
+            stream.put(token, TokenLogprob(token, -1.0, ()))
             if token % 7 == 0:
                 wake_all([stream])
         stream.close(END)
@@ -35,6 +35,7 @@ async def test_tokens_put_by_another_thread_arrive_in_order_and_end_once() -> No
     chunks = await asyncio.wait_for(read(stream), 10)
     thread.join()
     assert [token for chunk in chunks for token in chunk.tokens] == list(range(300))
+    assert all([lp.token for lp in chunk.logprobs] == chunk.tokens for chunk in chunks)
     assert [chunk.end for chunk in chunks] == [None] * (len(chunks) - 1) + [END]
 
 

@@ -68,12 +68,12 @@ struct rx_layer {
     const float *sinks;   /* [q_heads] or NULL */
 };
 
-/* Page src_ids[i] of one arena onto page dst_ids[i] of another: nbytes from `src_offset` and
- * `dst_offset` bytes into the page. No page is in both lists of one arena. */
+/* The first nbytes of page src_ids[i] of one arena onto page dst_ids[i] of another. No page is in
+ * both lists of one arena. */
 struct rx_copy {
     const char *src;
     char *dst;
-    int64_t src_stride, dst_stride, src_offset, dst_offset, nbytes; /* bytes */
+    int64_t src_stride, dst_stride, nbytes; /* bytes */
     const int32_t *src_ids, *dst_ids;
     int64_t num_pages;
 };
@@ -95,8 +95,8 @@ struct rx_rows {
 
 void rx_rows_cpu(struct rx_rows *rows);
 const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch *batch);
-/* Whole pages: no offsets. The CRC32C of each goes to `crcs` unless that is NULL; then dst may be. */
-const char *rx_copy_cpu(const struct rx_copy *copy, uint32_t *crcs);
+/* The CRC32C of each goes to `crcs` unless that is NULL; then dst may be. */
+void rx_copy_cpu(const struct rx_copy *copy, uint32_t *crcs);
 const char *rx_cpu_isa(void); /* the instruction set in use: "plain", "avx2", "avx512", "amx" */
 const char *rx_select_isa(const char *name); /* "": the best there is */
 

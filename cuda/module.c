@@ -63,25 +63,29 @@ static PyObject *result(const char *error) {
     return NULL;
 }
 
+static struct rx_copy take_copy(struct args *a) {
+    struct rx_copy copy = {0};
+    copy.src = take_pointer(a);
+    copy.src_stride = take_int(a);
+    copy.src_ids = take_pointer(a);
+    copy.dst = take_pointer(a);
+    copy.dst_stride = take_int(a);
+    copy.dst_ids = take_pointer(a);
+    copy.num_pages = take_int(a);
+    copy.nbytes = take_int(a);
+    return copy;
+}
+
 static PyObject *copy_pages(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
-    struct rx_copy copy = {0};
-    copy.src = take_pointer(&a);
-    copy.src_stride = take_int(&a);
-    copy.src_ids = take_pointer(&a);
-    copy.dst = take_pointer(&a);
-    copy.dst_stride = take_int(&a);
-    copy.dst_ids = take_pointer(&a);
-    copy.num_pages = take_int(&a);
-    copy.nbytes = take_int(&a);
+    const struct rx_copy copy = take_copy(&a);
     uint32_t *crcs = take_pointer(&a);
     if (!finish(&a)) return NULL;
-    const char *error;
     Py_BEGIN_ALLOW_THREADS
-    error = rx_copy_cpu(&copy, crcs);
+    rx_copy_cpu(&copy, crcs);
     Py_END_ALLOW_THREADS
-    return result(error);
+    Py_RETURN_NONE;
 }
 
 static const char BATCH[] = "tiers._kernels.batch";

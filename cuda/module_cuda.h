@@ -28,17 +28,7 @@ static PyObject *cuda_batch(PyObject *self, PyObject *const *args, Py_ssize_t na
 static PyObject *copy_pages_cuda(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct args a = {args, nargs, 0};
-    struct rx_copy copy = {0};
-    copy.src = take_pointer(&a);
-    copy.src_stride = take_int(&a);
-    copy.src_offset = take_int(&a);
-    copy.src_ids = take_pointer(&a);
-    copy.dst = take_pointer(&a);
-    copy.dst_stride = take_int(&a);
-    copy.dst_offset = take_int(&a);
-    copy.dst_ids = take_pointer(&a);
-    copy.num_pages = take_int(&a);
-    copy.nbytes = take_int(&a);
+    const struct rx_copy copy = take_copy(&a);
     const int max_blocks = (int)take_int(&a);
     void *stream = take_pointer(&a);
     if (!finish(&a)) return NULL;

@@ -18,9 +18,8 @@ __global__ void __launch_bounds__(COPY_THREADS)
             if (first >= num_chunks) continue;
             const uint32_t page = first / page_chunks;
             const int64_t within = (int64_t)(first % page_chunks) * 16;
-            data[i] = load16_once(copy.src + copy.src_ids[page] * copy.src_stride +
-                                  copy.src_offset + within);
-            target[i] = copy.dst + copy.dst_ids[page] * copy.dst_stride + copy.dst_offset + within;
+            data[i] = load16_once(copy.src + copy.src_ids[page] * copy.src_stride + within);
+            target[i] = copy.dst + copy.dst_ids[page] * copy.dst_stride + within;
         }
         SIMT_UNROLL
         for (int i = 0; i < COPY_UNROLL; i++) {
@@ -32,7 +31,7 @@ __global__ void __launch_bounds__(COPY_THREADS)
 extern "C" const char* rx_copy_cuda(const rx_copy* copy, int max_blocks, void* stream) {
     if (copy->num_pages == 0 || copy->nbytes == 0) return nullptr;
     const uint64_t sizes = (uint64_t)copy->src | (uint64_t)copy->dst | copy->src_stride |
-                           copy->dst_stride | copy->src_offset | copy->dst_offset | copy->nbytes;
+                           copy->dst_stride | copy->nbytes;
     if (sizes % 16) return "the copy kernel takes pages and ranges in multiples of 16 bytes";
     const int64_t page_chunks = copy->nbytes / 16, num_chunks = page_chunks * copy->num_pages;
     if (num_chunks > 0x7fffffff) return "the copy kernel takes at most 32 GiB at once";

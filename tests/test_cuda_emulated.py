@@ -226,9 +226,9 @@ def copied(backend, src, dst, src_ids, dst_ids, first, num, max_blocks=4):
     handles = [backend.upload(x) for x in (src, dst, src_ids, dst_ids)]
     source, target, source_ids, target_ids = (backend.address(h) for h in handles)
     copy = Copy(
-        src=source, dst=target, src_stride=src.shape[1], dst_stride=dst.shape[1],
-        src_offset=first, dst_offset=first, nbytes=num, src_ids=source_ids,
-        dst_ids=target_ids, num_pages=len(src_ids),
+        src=source + first, dst=target + first, src_stride=src.shape[1],
+        dst_stride=dst.shape[1], nbytes=num, src_ids=source_ids, dst_ids=target_ids,
+        num_pages=len(src_ids),
     )  # fmt: skip
     error = backend.copy(copy, max_blocks)
     if error:

@@ -165,11 +165,9 @@ def cuda_batch(
 def copy_pages_cuda(
     src: int,
     src_stride: int,
-    src_offset: int,
     src_ids: int,
     dst: int,
     dst_stride: int,
-    dst_offset: int,
     dst_ids: int,
     num_pages: int,
     nbytes: int,
@@ -177,7 +175,7 @@ def copy_pages_cuda(
     stream: int,
     /,
 ) -> None:
-    """Copy `nbytes` of page `src_ids[i]`, from `src_offset` on, to `dst_ids[i]`, by a kernel.
+    """Copy the first `nbytes` of page `src_ids[i]` onto page `dst_ids[i]`, for all i, by a kernel.
 
     Device memory or registered host memory; all in multiples of 16 bytes; the ids lie where the
     device can read them. RuntimeError names what is wrong.

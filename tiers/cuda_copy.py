@@ -148,9 +148,9 @@ class CudaStream(CpuStream):
         _check((error,))
         kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         _check(runtime.cudaMemcpyAsync(on_device, ids.ctypes.data, ids.nbytes, kind, self._handle))
-        ends = [  # base, stride, offset within a page, page ids
-            (source.base, source.stride, 0, int(on_device)),
-            (target.base, target.stride, 0, int(on_device) + ids.nbytes // 2),
+        ends = [  # base, stride, page ids
+            (source.base, source.stride, int(on_device)),
+            (target.base, target.stride, int(on_device) + ids.nbytes // 2),
         ]
         size = len(source.pages), source.nbytes
         _kernels.copy_pages_cuda(*ends[0], *ends[1], *size, KERNEL_BLOCKS, self._handle)

@@ -143,7 +143,7 @@ FAULTS = {
         "append.cu", "if (seq < 0) return;", unless("if (seq < 0) return;")
     ),
     "misaligned access": Fault(
-        "page_copy.cu", "copy.src_offset + within", "copy.src_offset + within + (FAULT ? 8 : 0)"
+        "page_copy.cu", "copy.src_stride + within", "copy.src_stride + within + (FAULT ? 8 : 0)"
     ),
     "id list overrun": Fault(
         "page_copy.cu",

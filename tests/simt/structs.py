@@ -70,8 +70,6 @@ class Copy(ctypes.Structure):
         ("dst", c_void_p),
         ("src_stride", c_int64),
         ("dst_stride", c_int64),
-        ("src_offset", c_int64),
-        ("dst_offset", c_int64),
         ("nbytes", c_int64),
         ("src_ids", c_void_p),
         ("dst_ids", c_void_p),
@@ -87,6 +85,4 @@ LAYER_FIELDS = (
     "k k_stride k_head_stride v v_stride v_head_stride out out_stride out_head_stride "
     "scale softcap window sinks"
 ).split()
-COPY_FIELDS = (
-    "src src_stride src_offset src_ids dst dst_stride dst_offset dst_ids num_pages nbytes"
-).split()
+COPY_FIELDS = ("src src_stride src_ids dst dst_stride dst_ids num_pages nbytes").split()

@@ -10,7 +10,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
-enum { MAX_THREADS = 256, AWAKE_NS = 200000 };
+enum { MAX_THREADS = 256, AWAKE_NS = 100000 };
 
 #define STAY_AWAKE_WHILE(condition)                                                       \
     for (int64_t until = nanoseconds() + AWAKE_NS; (condition) && nanoseconds() < until;) \

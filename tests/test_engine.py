@@ -182,7 +182,7 @@ async def test_a_thousand_requests_with_random_ends_conserve_pages_and_statistic
         t.check()
         stats = t.engine.stats()
         assert sum(stats.finished.values()) == 1000
-        assert (stats.prompt_tokens, stats.generated_tokens) == (prompt_tokens, generated)
+        assert stats.generated_tokens == generated
         assert stats.sources.cached + stats.sources.computed == prompt_tokens
 
 
@@ -192,8 +192,7 @@ async def test_totals_conserve_the_prompt_tokens_they_count() -> None:
         await asyncio.gather(*(t.ask(p, max_tokens=5) for p in prompts))
         await t.settled()
         stats = t.engine.stats()
-        assert stats.prompt_tokens == sum(map(len, prompts))
-        assert stats.sources.cached + stats.sources.computed == stats.prompt_tokens
+        assert stats.sources.cached + stats.sources.computed == sum(map(len, prompts))
         # Leases that were only tried for, while there was no room, are not counted as used.
         used = t.engine.call(lambda cache: cache.stats().acquired).result(10)
         assert used - stats.preemptions - 1 == 60  # one was the warm-up's

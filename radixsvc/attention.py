@@ -95,7 +95,6 @@ class RaggedBatch:
         device: torch.device | str = "cpu",
         *,
         num_rows: int = 0,
-        share_prefixes: bool = True,
     ) -> RaggedBatch:
         """ValueError where lengths are negative, disagree, or exceed a sequence's page table.
 
@@ -128,11 +127,7 @@ class RaggedBatch:
         np.cumsum(queries, out=cu_seqlens_q[1:])
         page_indptr = np.zeros(len(queries) + 1, np.int32)
         np.cumsum(needed, out=page_indptr[1:])
-        groups = (
-            SharedGroups.find(queries, contexts, tables, page_size)
-            if share_prefixes
-            else SharedGroups(*(np.zeros(n, np.int32) for n in (1, 0, 0)))
-        )
+        groups = SharedGroups.find(queries, contexts, tables, page_size)
         num_tokens = max(num_rows, int(cu_seqlens_q[-1]))
         lists = (cu_seqlens_q, contexts, page_indptr, pages)
         arguments: tuple[int, ...] = (
@@ -237,13 +232,16 @@ class StepContext:
 
         ValueError where the pool is not of that shape, or the batch names pages beyond it."""
         dtype = getattr(torch, shape.dtype)
-        if pool.ndim != 2 or pool.shape[1] < shape.elems or pool.dtype != dtype:
+        if (
+            pool.ndim != 2
+            or pool.shape[1] < shape.elems
+            or pool.dtype != dtype
+            or pool.stride(1) != 1
+        ):
             raise ValueError(
-                f"the pool is {tuple(pool.shape)} of {pool.dtype}; its pages hold "
-                f"{shape.elems} elements of {dtype}"
+                f"the pool is {tuple(pool.shape)} of {pool.dtype}, strides {pool.stride()}; its "
+                f"pages hold {shape.elems} elements of {dtype}, in a row"
             )
-        if pool.stride(1) != 1:
-            raise ValueError("a page of the pool must be contiguous")
         if batch.page_size != shape.page_size:
             raise ValueError(f"pages of {batch.page_size} tokens, the pool has {shape.page_size}")
         if len(batch.pages) and not (batch.pages.min() >= 0 and batch.pages.max() < pool.shape[0]):

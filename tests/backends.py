@@ -38,7 +38,6 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
-    share_prefixes: bool = True
 
     def with_pool_copy(self, **changes: Any) -> Case:
         return replace(self, pool=self.pool.clone(), **changes)
@@ -77,7 +76,6 @@ class C:
             case.kv_lens,
             case.page_tables,
             case.shape.page_size,
-            share_prefixes=case.share_prefixes,
         )
         try:
             with StepContext(case.pool, case.shape, batch):
@@ -136,7 +134,6 @@ class Cuda:
             case.page_tables,
             case.shape.page_size,
             "cuda",
-            share_prefixes=case.share_prefixes,
         )
         pool, q, k, v = (x.cuda() for x in (case.pool, case.q, case.k, case.v))
         sinks = None if case.sinks is None else case.sinks.cuda()

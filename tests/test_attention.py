@@ -187,7 +187,13 @@ def test_bits_of_shared_prefixes_equal_those_of_each_alone(
     batch = RaggedBatch.build(both.q_lens, both.kv_lens, both.page_tables, page_size)
     assert batch.groups.indptr.tolist() == [0, 9, 11]
     grouped = run(backend, both.with_pool_copy())
-    assert torch.equal(grouped, run(backend, both.with_pool_copy(share_prefixes=False)))
+    for s, (kv_len, table) in enumerate(zip(both.kv_lens, both.page_tables, strict=True)):
+        one = slice(s, s + 1)
+        alone = both.with_pool_copy(
+            q_lens=[1], kv_lens=[kv_len], page_tables=[table],
+            q=both.q[one], k=both.k[one], v=both.v[one],
+        )  # fmt: skip
+        assert torch.equal(run(backend, alone), grouped[one])
     check(backend, both)
 
 

@@ -188,10 +188,14 @@ class Call:
     id: str
     caller: Caller
     encoding: Encoding
+    _backend: Backend | None = None
 
     @property
     def backend(self) -> Backend:
-        return self.edge.ready_backend()
+        """The model and its engine, which took requests when first asked for."""
+        if self._backend is None:
+            self._backend = self.edge.ready_backend()
+        return self._backend
 
     def require_admin(self) -> None:
         if not self.caller.admin:
@@ -199,7 +203,7 @@ class Call:
 
     async def read(self, kind: type[T]) -> T:
         """The body as `kind`, within the limits of size, time and nesting, and for our model."""
-        self.edge.ready_backend()
+        model_name = self.backend.model_name  # NotReady before a body is waited for
         headers = self.request.headers
         encoding = body_encoding(headers.get("Content-Type", ""))
         if headers.get("Content-Encoding", "identity") != "identity":
@@ -210,7 +214,8 @@ class Call:
         else:
             data = await self._wait_for_body()
         body = decode(data, encoding, kind)
-        if (name := getattr(body, "model", None)) and not self.edge.config.model.any_name:
+        name = getattr(body, "model", None)
+        if name and name != model_name and not self.edge.config.model.any_name:
             self.check_model(name)
         return body
 

@@ -35,7 +35,7 @@ OFF_LOOP_CHARS = 8_192  # longer texts are tokenised on a thread, so that others
 MESSAGE_CHARS = 64  # what a message costs a template beside its text, about
 MAX_CHARS_A_TOKEN = 32  # of a text that is worth tokenising at all; English has 4 or 5
 AS_GIVEN = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty", "ignore_eos")  # fmt: skip
+            "repetition_penalty", "ignore_eos", "stop_token_ids")  # fmt: skip
 _threads = ThreadPoolExecutor(2, "tokenize")  # few, since a long text takes much memory
 
 
@@ -92,16 +92,16 @@ def make_plan(
 ) -> Plan:
     """What a body asks for, with its defaults filled in. InvalidRequest."""
     bias = body.logit_bias or {}
-    if any(not key.isdecimal() or int(key) >= call.backend.info.vocab_size for key in bias):
+    vocab_size = call.backend.info.vocab_size if bias else 0
+    if bias and not all(key.isdecimal() and int(key) < vocab_size for key in bias):
         raise InvalidRequest("logit_bias: keys are token ids", "logit_bias")
     stops = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
     params = SamplingParams(
         max_tokens=max_tokens,
         top_k=max(0, body.top_k or 0),
-        logit_bias=tuple((int(key), value) for key, value in bias.items()),
+        logit_bias=tuple([(int(key), value) for key, value in bias.items()]) if bias else (),
         seed=None if body.seed is None else body.seed % 2**63,
-        stop_token_ids=frozenset(body.stop_token_ids or ()),
         top_logprobs=top_logprobs,
         **given,
     )
@@ -133,7 +133,9 @@ async def completions(call: Call) -> Any:
     if not isinstance(given, list) or (given and isinstance(given[0], int)):
         given = [given]
     check_count(call, body, len(given))
-    prompts = [await prompt_tokens(backend, prompt) for prompt in given]
+    prompts = []
+    for prompt in given:
+        prompts.append(await prompt_tokens(backend, prompt))
     openings = [""] * len(prompts)
     if body.echo:
         openings = [

@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from aiohttp import hdrs, web
 
 from radixsvc import __version__, api_openai, api_prefix
@@ -162,36 +161,35 @@ def _endpoint(
                     _refuse_rebinding(request.host)
                 caller = edge.keys.identify(headers.get("Authorization"))
             value = await handler(Call(request, edge, id, caller, encoding))
-            is_plain = isinstance(value, (dict, msgspec.Struct))
-            response = _answer(value, encoding) if is_plain else value
+            if isinstance(value, web.StreamResponse):
+                response = value
+                if not response.prepared:
+                    response.headers["x-request-id"] = id
+            else:
+                response = _answer(value, encoding, id)
             status = response.status
         except ConnectionError:
             response = web.Response(status=status)
         except Exception as error:
             known = as_service_error(error, id)
             status = known.status
-            response = _answer({"error": known.to_dict()}, encoding, status)
+            response = _answer({"error": known.to_dict()}, encoding, id, status)
             response.headers.update(known.headers)
         finally:
             requests[route, status] += 1
-            log.log(
-                logging.DEBUG if status < 400 else logging.INFO,
-                "%s %s %d %.1f ms %s",
-                request.method if handler is not unknown else "-",
-                route,
-                status,
-                (time.monotonic() - started) * 1000,
-                id,
-            )
-        if not response.prepared:
-            response.headers["x-request-id"] = id
+            level = logging.DEBUG if status < 400 else logging.INFO
+            if log.isEnabledFor(level):
+                method = request.method if handler is not unknown else "-"
+                spent = (time.monotonic() - started) * 1000
+                log.log(level, "%s %s %d %.1f ms %s", method, route, status, spent, id)
         return response
 
     return handle
 
 
-def _answer(value: Any, encoding: Encoding, status: int = 200) -> web.Response:
-    return web.Response(body=encode(value, encoding), content_type=encoding.value, status=status)
+def _answer(value: Any, encoding: Encoding, id: str, status: int = 200) -> web.Response:
+    headers = {"Content-Type": encoding.value, "x-request-id": id}
+    return web.Response(body=encode(value, encoding), headers=headers, status=status)
 
 
 @functools.lru_cache(64)

@@ -132,7 +132,7 @@ def token_ids(value: Any, param: str, vocab_size: int) -> Tokens:
         raise InvalidRequest(f"{param}: a bin of token ids holds int32", param)
     else:
         unsigned = np.frombuffer(value, np.uint32)  # as such, a negative id is a large one
-        if np.maximum.reduce(unsigned, initial=0) >= vocab_size:
+        if value and int(np.maximum.reduce(unsigned)) >= vocab_size:
             raise InvalidRequest(f"{param}: token ids run from 0 to {vocab_size - 1}", param)
         ids = unsigned.view(np.int32)
     if len(ids) == 0:

@@ -102,15 +102,17 @@ class Generation:
         """More of any choices, as soon as there is. Raises what ended a request."""
         while True:
             self._ready.clear()  # before looking: what comes later sets it again
-            deltas = [delta for choice in self._choices if (delta := choice.take()) is not None]
+            deltas = []
+            for choice in self._choices:
+                if (delta := choice.take()) is not None:
+                    deltas.append(delta)
+                    self._num_ended += delta.finish_reason is not None
             if deltas:
                 break
             await self._ready.wait()
         if not self._has_begun:
             self._has_begun = True
             self.edge.metrics.first_token.observe(time.monotonic() - self.started)
-        for delta in deltas:
-            self._num_ended += delta.finish_reason is not None
         return deltas
 
     def usage(self) -> UsageInfo:
@@ -154,8 +156,9 @@ class _Choice:
             index=self._index,
             text=piece.text,
             tokens=struct.pack(f"<{len(piece.tokens)}i", *piece.tokens),
-            logprobs=[_logprob(logprob, self._backend.tokenizer) for logprob in piece.logprobs],
         )
+        if piece.logprobs:
+            delta.logprobs = [_logprob(item, self._backend.tokenizer) for item in piece.logprobs]
         if end is not None:
             self.usage = end.usage
             delta.finish_reason = "stop" if self._text.stopped else end.reason.value

@@ -44,7 +44,7 @@ class Sampling(Struct, kw_only=True):
     seed: int | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[Count], Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[frozenset[Count], Meta(max_length=64)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None

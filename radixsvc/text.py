@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from radixsvc.completion import TokenLogprob
 
@@ -20,13 +21,12 @@ if TYPE_CHECKING:
     from radixsvc.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(Struct):
     """What may be shown now. `logprobs` is as long as `tokens`, or empty where not asked for."""
 
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class _Held(NamedTuple):

@@ -91,16 +91,16 @@ def make_plan(
     top_logprobs: int | None,
 ) -> Plan:
     """What a body asks for, with its defaults filled in. InvalidRequest."""
-    bias = body.logit_bias or {}
-    vocab_size = call.backend.info.vocab_size if bias else 0
-    if bias and not all(key.isdecimal() and int(key) < vocab_size for key in bias):
-        raise InvalidRequest("logit_bias: keys are token ids", "logit_bias")
     stops = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
+    if bias := body.logit_bias:
+        vocab_size = call.backend.info.vocab_size
+        if not all(len(k) < 10 and k.isdecimal() and int(k) < vocab_size for k in bias):
+            raise InvalidRequest("logit_bias: keys are token ids", "logit_bias")
+        given["logit_bias"] = tuple((int(key), value) for key, value in bias.items())
     params = SamplingParams(
         max_tokens=max_tokens,
         top_k=max(0, body.top_k or 0),
-        logit_bias=tuple([(int(key), value) for key, value in bias.items()]) if bias else (),
         seed=None if body.seed is None else body.seed % 2**63,
         top_logprobs=top_logprobs,
         **given,

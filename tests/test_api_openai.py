@@ -313,6 +313,7 @@ async def test_the_order_of_tools_does_not_split_the_tree(tiny: RunningBackend) 
         ({"temperature": 5}, "temperature"),
         ({"n": 1000}, "n"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"stop": [""]}, "stop[0]"),
         ({"suffix": "s"}, "suffix"),
         ({"best_of": 5}, "best_of"),

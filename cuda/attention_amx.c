@@ -134,7 +134,8 @@ static void amx_prepare(const struct rx_tile *t, void *memory) {
 }
 
 /* s of 32 tokens and one column of rows, whose queries are q. */
-INLINE void amx_logits(const uint16_t *q, int width, const char *const *k, int dim, float *s, struct ahead *ahead) {
+INLINE void amx_logits(const uint16_t *q, int width, const char *const *k, int dim, float *s,
+                       struct ahead *ahead) {
     finish_stores();
     _tile_zero(S0);
     _tile_zero(S1);
@@ -222,7 +223,8 @@ static void pack_values(const struct rx_tile *t, const struct amx_scratch *a, co
 }
 
 /* o of one column of rows and of 32 dims += weights . values. */
-INLINE void amx_outputs(const struct amx_scratch *a, float *o, int dim, int d, int chunks, struct ahead *ahead) {
+INLINE void amx_outputs(const struct amx_scratch *a, float *o, int dim, int d, int chunks,
+                        struct ahead *ahead) {
     _tile_loadd(O0, o + d, 4 * dim);
     _tile_loadd(O1, o + d + 16, 4 * dim);
     for (int c = 0; c < chunks; c++) {

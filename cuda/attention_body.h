@@ -219,7 +219,7 @@ INLINE struct ahead ahead_of(const struct rx_tile *t, const struct block *now,
     const struct block *block = is_last ? next : now;
     return (struct ahead){.block = block,
                           .from = is_last ? 0 : (head + 1) * t->head_bytes,
-                          .run_lines = RUN * t->row_bytes / 64,
+                          .run_lines = (RUN * t->row_bytes + 63) / 64,
                           .runs = t->page_size % RUN == 0 ? (block->n + RUN - 1) / RUN : 0};
 }
 

@@ -194,10 +194,10 @@ static void add_row(const struct plan *p, struct rx_tile *t, int s, int head, in
 }
 
 static void attend_split(const struct plan *p, const struct rx_tile *t, void *scratch, int split,
-                         int ahead) {
+                         int up_to) {
     const int first = split * SPLIT, begin = t->begin > first ? t->begin / BLOCK * BLOCK : first;
     const int end = t->end < first + SPLIT ? t->end : first + SPLIT;
-    p->kernel->attend(t, scratch, begin, end, ahead < t->end ? ahead : t->end);
+    p->kernel->attend(t, scratch, begin, end, up_to < t->end ? up_to : t->end);
 }
 
 /* Round one: a split of a run, for one tile of its rows. */

@@ -40,8 +40,8 @@ struct rx_tile_kernel {
     size_t (*scratch_bytes)(const struct rx_layer *layer); /* 0: does not take such layers */
     /* Packs the queries into scratch; call before attend(). */
     void (*prepare)(const struct rx_tile *tile, void *scratch);
-    /* Positions [begin, end) of one split into tile->part; fetches ahead up to `ahead`. */
-    void (*attend)(const struct rx_tile *tile, void *scratch, int begin, int end, int ahead);
+    /* Positions [begin, end) of one split into tile->part; asks ahead for those up to `up_to`. */
+    void (*attend)(const struct rx_tile *tile, void *scratch, int begin, int end, int up_to);
     /* total = total, then part. Rows `stride` floats apart; a fresh total has m = RX_NONE. */
     void (*fold)(float *total, const float *part, int num_rows, int head_dim);
     /* Sinks and the division; writes out. */

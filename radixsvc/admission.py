@@ -20,7 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from aiohttp import web
+from aiohttp import hdrs, web
+from msgspec import Struct
 
 from radixsvc.codec import Encoding, body_encoding, decode
 from radixsvc.config import Config
@@ -179,8 +180,7 @@ class Edge:
 EDGE = web.AppKey("edge", Edge)
 
 
-@dataclass(slots=True)
-class Call:
+class Call(Struct):
     """One HTTP request: who asks for what, under which id, and how the answer is encoded."""
 
     request: web.Request
@@ -205,8 +205,8 @@ class Call:
         """The body as `kind`, within the limits of size, time and nesting, and for our model."""
         model_name = self.backend.model_name  # NotReady before a body is waited for
         headers = self.request.headers
-        encoding = body_encoding(headers.get("Content-Type", ""))
-        if headers.get("Content-Encoding", "identity") != "identity":
+        encoding = body_encoding(headers.get(hdrs.CONTENT_TYPE, ""))
+        if headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
             raise UnsupportedMediaType("compressed bodies are not taken: send it as it is")
         content = self.request.content
         if content.is_eof() and content.total_bytes <= self.request.client_max_size:

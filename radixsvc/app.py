@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import hdrs, web
+from multidict import istr
 
 from radixsvc import __version__, api_openai, api_prefix
 from radixsvc.admission import ANYONE, EDGE, Call, Edge, as_service_error
@@ -28,6 +29,8 @@ Handler = Callable[[Call], Awaitable[Any]]
 
 LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
+X_REQUEST_ID = istr("x-request-id")
+RESPONSES = (web.Response, web.StreamResponse)
 MAX_NODES = 1000  # of the tree that are shown
 _PREFIX, _counter = secrets.token_hex(6), itertools.count(1)  # ids are unique among processes too
 
@@ -148,23 +151,26 @@ def _endpoint(
     async def handle(request: web.Request) -> web.StreamResponse:
         started = time.monotonic()
         headers = request.headers
-        id = headers.get("x-request-id")
+        id = headers.get(X_REQUEST_ID)
         if not id or not REQUEST_ID.fullmatch(id):
             id = f"{_PREFIX}{next(_counter):08x}"
         encoding = Encoding.JSON
         status = 499  # the client closed the connection, unless something better is known below
         try:
-            encoding = answer_encoding(headers.get("Accept", ""), headers.get("Content-Type", ""))
+            encoding = answer_encoding(
+                headers.get(hdrs.ACCEPT, ""), headers.get(hdrs.CONTENT_TYPE, "")
+            )
             caller = ANYONE
             if not is_open:
                 if is_private:
                     _refuse_rebinding(request.host)
-                caller = edge.keys.identify(headers.get("Authorization"))
+                caller = edge.keys.identify(headers.get(hdrs.AUTHORIZATION))
             value = await handler(Call(request, edge, id, caller, encoding))
-            if isinstance(value, web.StreamResponse):
+            response: web.StreamResponse
+            if type(value) in RESPONSES:  # isinstance takes a microsecond of an abstract class
                 response = value
                 if not response.prepared:
-                    response.headers["x-request-id"] = id
+                    response.headers[X_REQUEST_ID] = id
             else:
                 response = _answer(value, encoding, id)
             status = response.status
@@ -188,7 +194,7 @@ def _endpoint(
 
 
 def _answer(value: Any, encoding: Encoding, id: str, status: int = 200) -> web.Response:
-    headers = {"Content-Type": encoding.value, "x-request-id": id}
+    headers = {hdrs.CONTENT_TYPE: encoding.value, X_REQUEST_ID: id}
     return web.Response(body=encode(value, encoding), headers=headers, status=status)
 
 

@@ -77,11 +77,11 @@ def encode(value: Any, encoding: Encoding) -> bytes:
 def decode(body: bytes, encoding: Encoding, kind: type[T]) -> T:
     """`body` as `kind`; InvalidRequest says which field is wrong, never what it held."""
     try:
-        if encoding is Encoding.JSON:
-            return msgspec.json.decode(body, type=kind)
-        if len(body) <= SMALL_BODY:
-            return msgspec.msgpack.decode(body, type=kind)
-        return msgspec.convert(_unpack(body), kind)
+        if encoding is Encoding.MSGPACK and len(body) > SMALL_BODY:
+            return msgspec.convert(_unpack(body), kind)
+        hashable: Any = kind
+        value: T = _decoder(encoding, hashable).decode(body)
+        return value
     except msgspec.ValidationError as error:
         words, _, path = str(error).partition(" - at `")
         param = path.rstrip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
@@ -93,6 +93,12 @@ def decode(body: bytes, encoding: Encoding, kind: type[T]) -> T:
         raise InvalidRequest("the body is nested too deeply") from None
     except (ValueError, msgpack.UnpackException, TypeError, OverflowError):
         raise InvalidRequest(f"the body is not well-formed {encoding}, or over a limit") from None
+
+
+@functools.cache
+def _decoder(encoding: Encoding, kind: Any) -> Any:
+    module: Any = msgspec.msgpack if encoding is Encoding.MSGPACK else msgspec.json
+    return module.Decoder(kind)
 
 
 def _unpack(body: bytes) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+from msgspec import Struct
 
 from radixsvc.cache import Lease
 from radixsvc.completion import SamplingParams, Sources, Tokens
@@ -29,8 +29,7 @@ class State(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
-class Request:
+class Request(Struct, eq=False):
     """One sequence to be completed. Written by the engine thread alone once submitted.
 
     `tokens` is the prompt, packed int32. `output` are the sampled tokens; the last of them has
@@ -50,7 +49,7 @@ class Request:
     state: State = State.WAITING
     lease: Lease | None = None
     sampler: SamplerState | None = None
-    output: list[int] = field(default_factory=list)
+    output: list[int] = []
     num_computed: int = 0
     in_flight: int = 0
     pending: int | None = None

@@ -1,9 +1,9 @@
 /* The pool: workers sleep on a condition variable, having been awake for a moment in case more work
  * follows at once, as it does from layer to layer: to be woken takes as long as a small model's
- * attention. Meanwhile they yield to any thread that has work, such as torch's own. A round of work
- * is announced by a step of `round`; jobs are handed out by an atomic counter; the caller takes
- * part, then waits for the workers that joined. Workers start at first use. A forked child has none
- * and starts anew. */
+ * attention. Meanwhile they yield to any thread that has work, such as torch's own. A round of
+ * work is announced by a step of `round`; jobs are handed out by an atomic counter; the caller
+ * takes part, then waits for the workers that joined, awake too. Workers start at first use. A
+ * forked child has none and starts anew. */
 #include "threads.h"
 
 #include <pthread.h>

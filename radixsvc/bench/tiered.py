@@ -160,24 +160,20 @@ def settle(engine: Engine) -> None:
 
 
 def rotation(model: Model, folder: Path | None, agents: SimpleNamespace) -> list[Metric]:
-    """Every agent's turn k before any agent's turn k + 1; neighbours differ in system prompt.
-
-    Without tiers, where no turn finds what an earlier one left, the first is enough to tell the
-    rate: later prompts are only longer.
-    """
+    """Every agent's turn k before any agent's turn k + 1; neighbours differ in system prompt."""
     turn_tokens = agents.turn_words + agents.out
     working_set = agents.systems * agents.system_words
     working_set += agents.sessions * agents.turns * turn_tokens
     rate: dict[str, float] = {}
     hits: dict[str, float] = {}
-    for name, lower, turns in (("without", 0, 1), ("with", working_set, agents.turns)):
+    for name, lower in (("without", 0), ("with", working_set)):
         with tiered_engine(model, folder, working_set // 4, lower, 2 * lower) as engine:
             started = time.perf_counter()
             usages = []
-            for outcome in run_agents(engine, agents, turns):
+            for outcome in run_agents(engine, agents):
                 usages.append(outcome.usage)
                 if len(usages) % agents.systems == 0:
-                    of = f"{len(usages)} of {turns * agents.sessions}"
+                    of = f"{len(usages)} of {agents.turns * agents.sessions}"
                     print(f"agents {name} tiers: {of} requests", file=sys.stderr)
             rate[name] = len(usages) / (time.perf_counter() - started)
         cached = sum(usage.sources.cached for usage in usages)
@@ -191,12 +187,12 @@ def rotation(model: Model, folder: Path | None, agents: SimpleNamespace) -> list
     ]
 
 
-def run_agents(engine: Engine, agents: SimpleNamespace, turns: int) -> Iterator[Outcome]:
+def run_agents(engine: Engine, agents: SimpleNamespace) -> Iterator[Outcome]:
     """All requests, in order of turn and agent, `concurrency` of them at once."""
     model = engine.model
     systems = [random_prompt(100 + i, agents.system_words, model) for i in range(agents.systems)]
     histories = [systems[agent % agents.systems] for agent in range(agents.sessions)]
-    for turn in range(turns):
+    for turn in range(agents.turns):
         for first in range(0, agents.sessions, agents.concurrency):
             group = range(first, min(first + agents.concurrency, agents.sessions))
             for agent in group:

@@ -20,7 +20,7 @@ import logging
 import math
 import secrets
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,9 @@ log = logging.getLogger("radixsvc.sampler")
 
 Row = npt.NDArray[np.float32]
 
-# What lies this far from the best logit is sorted only where the filters reach down to it.
-FLOOR = -8.0
+# What lies within these of the best logit is sorted first; the rest only where it is needed too.
+FLOORS = (-8.0, -14.0, -math.inf)
+BLOCK = 256
 WORD = (1 << 64) - 1
 
 
@@ -179,10 +180,10 @@ def finish(
 def _sample_row(row: Row, state: SamplerState, best: int) -> Sampled:
     params = state.params
     changed = state.changed(row) if state.changes_logits else row
-    if params.temperature:
-        token = _draw(changed, params, state.filters, state.uniform())
-    else:
+    if params.temperature == 0:
         token = int(changed.argmax()) if state.changes_logits else best
+    else:
+        token = _draw(changed, params, state.filters, state.uniform())
     if params.top_logprobs is None:
         return Sampled(token, None)
     return Sampled(token, logprob(row, token, params.top_logprobs))
@@ -191,36 +192,53 @@ def _sample_row(row: Row, state: SamplerState, best: int) -> Sampled:
 def _draw(row: Row, params: SamplingParams, filters: bool, uniform: float) -> int:
     """The token at which the cumulated probability of what the filters leave passes `uniform`."""
     heights = (row - row.max()) / max(params.temperature, 1e-6)  # at most 0: no overflow
-    ids, weights = None, np.exp(heights)
-    if filters:
-        total = params.top_p * float(weights.sum(dtype=np.float64))
-        ids = np.flatnonzero(heights > FLOOR)
-        if params.top_k:
-            enough = len(ids) >= params.top_k
+    if not filters:
+        return _pick(np.exp(heights), uniform)
+    chances = np.exp(heights)
+    total = float(chances.sum(dtype=np.float64))
+    for floor in FLOORS:
+        near = np.flatnonzero(heights > floor)
+        if params.top_k > 0:
+            enough = len(near) >= params.top_k
         else:
-            share = float(weights[ids].sum(dtype=np.float64))
-            enough = share >= total or params.min_p >= math.exp(FLOOR)
-        if not enough:
-            ids = np.arange(len(row))
-        ids = ids[_heaviest_first(heights[ids])[: params.top_k or None]]
-        weights = weights[ids].astype(np.float64)
-        if params.top_k:
-            total = params.top_p * float(weights.sum())
-        if params.top_p < 1:
-            before = np.cumsum(weights) - weights  # the likelier ones' share
-            weights = weights[: max(1, int(np.searchsorted(before, total)))]
-        weights = weights[weights >= params.min_p * weights[0]]
-    sums = np.cumsum(weights, dtype=np.float64)
-    place = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-    place = min(place, len(sums) - 1)
-    return place if ids is None else int(ids[place])
+            share = float(chances[near].sum(dtype=np.float64))
+            enough = share >= params.top_p * total or params.min_p >= math.exp(floor)
+        if enough:
+            break
+    ids = _heaviest_first(heights, near)
+    weights = chances[ids].astype(np.float64)
+    if 0 < params.top_k < len(ids):
+        ids, weights = ids[: params.top_k], weights[: params.top_k]
+    if params.top_k > 0:
+        total = float(weights.sum())
+    if params.top_p < 1:
+        before = np.cumsum(weights) - weights  # the likelier ones' share
+        num = max(1, int(np.searchsorted(before, params.top_p * total)))
+        ids, weights = ids[:num], weights[:num]
+    if params.min_p > 0:
+        num = int((weights >= params.min_p * weights[0]).sum())
+        ids, weights = ids[:num], weights[:num]
+    return int(ids[_pick(weights, uniform)])
 
 
-def _heaviest_first(heights: Row) -> npt.NDArray[np.int64]:
-    """Ids by falling height, equals by id. A height is at most 0, so the bits of its magnitude
+def _pick(weights: npt.NDArray[np.floating[Any]], uniform: float) -> int:
+    """The index at which the cumulated weights pass `uniform` of their sum; block by block."""
+    starts = np.arange(0, len(weights), BLOCK)
+    sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    target = uniform * sums[-1]
+    block = min(int(np.searchsorted(sums, target, side="right")), len(starts) - 1)
+    rest = target - (sums[block - 1] if block else 0.0)
+    within = np.cumsum(weights[starts[block] : starts[block] + BLOCK], dtype=np.float64)
+    return int(starts[block]) + min(
+        int(np.searchsorted(within, rest, side="right")), len(within) - 1
+    )
+
+
+def _heaviest_first(heights: Row, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`ids` by falling height, equals by id. A height is at most 0, so the bits of its magnitude
     rise as it falls: with the id below them, one sort of plain integers does it."""
-    keys = np.abs(heights).view(np.uint32).astype(np.uint64) << np.uint64(32)
-    keys |= np.arange(len(keys), dtype=np.uint64)
+    keys = np.abs(heights[ids]).view(np.uint32).astype(np.uint64) << np.uint64(32)
+    keys |= ids.astype(np.uint64)
     keys.sort()
     return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
@@ -230,8 +248,12 @@ def logprob(row: Row, token: int, num_top: int) -> TokenLogprob:
     logits: before penalties, biases and temperature."""
     peak = row.max()
     norm = float(peak) + math.log(float(np.exp(row - peak).sum(dtype=np.float64)))
-    best = _heaviest_first(row - peak)[:num_top] if num_top else ()
-    top = tuple((int(i), float(row[i]) - norm) for i in best)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top > 0:
+        num_top = min(num_top, len(row))
+        least = np.partition(row, len(row) - num_top)[len(row) - num_top]
+        ids = _heaviest_first(row - peak, np.flatnonzero(row >= least))[:num_top]
+        top = tuple((int(i), float(row[i]) - norm) for i in ids)
     return TokenLogprob(token, float(row[token]) - norm, top)
 
 

@@ -324,7 +324,8 @@ const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch
     p.scratch_bytes = p.kernel->scratch_bytes(layer) + (size_t)2 * MAX_ROWS * p.stride * 4;
     if (layer->k) {
         const int64_t bytes = batch->num_tokens * p.item * layer->head_dim * layer->kv_heads;
-        if (bytes > SERIAL_APPEND_BYTES) rx_parallel(batch->num_tokens, append_token, &p);
+        if (bytes > SERIAL_APPEND_BYTES)
+            rx_parallel(rx_num_threads(), batch->num_tokens, append_token, &p);
         else
             for (int64_t token = 0; token < batch->num_tokens; token++) append_token(&p, token, 0);
     }
@@ -342,7 +343,8 @@ const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch
     int64_t slots;
     const int32_t jobs = make_plan(&p, &tiles, &slots);
     p.scratch_bytes = (p.scratch_bytes + 63) / 64 * 64;
-    const size_t of_threads = (size_t)rx_num_threads() * p.scratch_bytes;
+    const int threads = rx_num_threads(); /* one number for all that follows */
+    const size_t of_threads = (size_t)threads * p.scratch_bytes;
     char *memory = malloc(64 + of_threads + (size_t)slots * p.stride * 4);
     if (!memory) {
         free(tables);
@@ -350,8 +352,8 @@ const char *rx_attention_cpu(const struct rx_layer *layer, const struct rx_batch
     }
     p.scratch = (char *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     p.slots = (float *)(p.scratch + of_threads);
-    rx_parallel(jobs, store_split, &p);
-    rx_parallel(tiles, finish_tile, &p);
+    rx_parallel(threads, jobs, store_split, &p);
+    rx_parallel(threads, tiles, finish_tile, &p);
     free(memory);
     free(tables);
     return NULL;

@@ -140,5 +140,5 @@ static void run_job(void *context, int64_t job, int thread) {
 
 void rx_rows_cpu(struct rx_rows *rows) {
     const int64_t step = tokens_a_job(rows);
-    rx_parallel((rows->num_tokens + step - 1) / step, run_job, rows);
+    rx_parallel(rx_num_threads(), (rows->num_tokens + step - 1) / step, run_job, rows);
 }

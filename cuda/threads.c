@@ -21,12 +21,12 @@ static struct {
     pthread_mutex_t owner; /* held by the caller whose jobs run */
     pthread_mutex_t lock;  /* guards what follows, and the two conditions */
     pthread_cond_t wake, idle;
-    int num_workers, sleeping;
+    int num_workers, sleeping, threads; /* of this round */
     int64_t num_jobs;
     rx_job *run; /* NULL: a worker late for its round has nothing to join */
     void *context;
     atomic_uint round;
-    atomic_int joined, num_threads;
+    atomic_int joined, num_threads; /* the latter is what callers are told to use */
     atomic_int_fast64_t next;
 } pool = {.owner = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -80,7 +80,7 @@ static void *work(void *number) {
             pool.sleeping--;
         }
         seen = atomic_load(&pool.round);
-        rx_job *run = thread < atomic_load(&pool.num_threads) ? pool.run : NULL;
+        rx_job *run = thread < pool.threads ? pool.run : NULL;
         void *context = pool.context;
         const int64_t num_jobs = pool.num_jobs;
         if (run) atomic_fetch_add(&pool.joined, 1);
@@ -103,16 +103,16 @@ static void start_workers(int wanted) {
     pthread_attr_destroy(&attr);
 }
 
-void rx_parallel(int64_t num_jobs, rx_job *run, void *context) {
+void rx_parallel(int threads, int64_t num_jobs, rx_job *run, void *context) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, set_up);
-    const int threads = rx_num_threads();
     if (threads == 1 || num_jobs < 2 || pthread_mutex_trylock(&pool.owner)) {
         for (int64_t job = 0; job < num_jobs; job++) run(context, job, 0);
         return;
     }
     pthread_mutex_lock(&pool.lock);
     start_workers(threads - 1);
+    pool.threads = threads;
     pool.run = run;
     pool.context = context;
     pool.num_jobs = num_jobs;

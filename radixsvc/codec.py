@@ -79,8 +79,8 @@ def decode(body: bytes, encoding: Encoding, kind: type[T]) -> T:
     try:
         if encoding is Encoding.MSGPACK and len(body) > SMALL_BODY:
             return msgspec.convert(_unpack(body), kind)
-        hashable: Any = kind
-        value: T = _decoder(encoding, hashable).decode(body)
+        key: Any = kind  # a type can be hashed, which type[T] doesn't say
+        value: T = _decoder(encoding, key).decode(body)
         return value
     except msgspec.ValidationError as error:
         words, _, path = str(error).partition(" - at `")
